@@ -174,7 +174,7 @@ def _is_over(unit: Unit, meshes: Mapping[tuple[int, ...], ShardMesh]) -> bool:
 def _shard_meshes(plan: Plan, groups: Sequence[WorldGroups], units: Sequence[Unit]) -> Iterator[ShardMesh]:
     """Make the groups of each mesh. Collective over the world."""
     for mesh, of_world in zip(plan.meshes, groups, strict=True):
-        topology = get_topology(mesh.ranks_per_node, units[0].device_type, of_world.shards)
+        topology = get_topology(mesh.ranks_per_node, units[0].device.type, of_world.shards)
         of_mesh = (unit.replica_group for unit in units if ranks_of(unit) == mesh.ranks)
         replicas = next((group for group in of_mesh if group is not None), None)
         yield ShardMesh(topology, of_world, mesh.hpz_size, replicas)

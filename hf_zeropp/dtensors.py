@@ -19,3 +19,13 @@ def with_local_part(like: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def local_tensor_of(tensor: DTensor) -> Tensor:
+    """Return the local tensor of a DTensor itself, which ``to_local`` returns a view of, through autograd."""
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Replace the local tensor of a DTensor, as FSDP2 does where it accumulates gradients."""
+    tensor._local_tensor = local

@@ -214,7 +214,7 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
         _check_copies(config, units, meshes)
     # From here on no setting depends on the device any more: handles and reports show what is in force.
     config = config.resolve_node_bits(
-        on_cpu=not devices.has_streams(units[0].device_type),
+        on_cpu=not devices.has_streams(units[0].device),
         copies_span_nodes=(of_model.hpz_size or 0) > of_model.ranks_per_node,
     )
     return Plan(

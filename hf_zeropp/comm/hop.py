@@ -3,62 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions
 
+from hf_zeropp.comm import collectives
 from hf_zeropp.comm.wire_buffers import WireBuffers
 from hf_zeropp.traffic import Bytes, Peers, Traffic
 
-# torch 2.13 renamed all_gather_into_tensor; both names move one contiguous buffer.
-_all_gather_buffers = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _reduce_scatter_rows(
-    output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """Start the reduce-scatters of all rows in one call, which NCCL runs as one kernel."""
-    # torch 2.13 renamed the method.
-    start = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-    return _start_rows(start, output, rows, dist.ReduceScatterOptions(), async_op)  # ``reduceOp`` is a sum already
-
-
-def _all_gather_rows(
-    output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """Start the all-gathers of all rows in one call, as above; one by one, and to the end, over gloo on a GPU."""
-    if rows.is_cuda and group._get_backend(rows.device).name() == "gloo":
-        _all_gather_row_by_row(output, rows, group)
-        return None
-    start = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-    return _start_rows(start, output, rows, AllgatherOptions(), async_op)
-
-
-def _all_gather_row_by_row(output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
-    # Gloo's call for all rows ends the process where tensors are a GPU's (pytorch#152645).
-    for into, row in zip(output.unbind(), rows.unbind(), strict=True):
-        _all_gather_buffers(into, row, group=group)
-
-
-def _start_rows(
-    start: Callable[..., dist.Work | None], output: torch.Tensor, rows: torch.Tensor, options: Any, async_op: bool
-) -> dist.Work | None:
-    options.asyncOp = async_op
-    work = start(output.unbind(), rows.unbind(), options)
-    if async_op:
-        return work
-    if work is not None:
-        work.wait()
-    return None
-
-
-def _all_reduce_in_place(
-    output: torch.Tensor, wire: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    return dist.all_reduce(output, group=group, async_op=async_op)
+Buffers = tuple[torch.Tensor, ...]
 
 
 class HopError(RuntimeError):
@@ -87,30 +42,18 @@ class HopError(RuntimeError):
         )
 
 
-class HopWork:
-    """A hop under way. Its ``wait`` names the hop where it fails."""
-
-    def __init__(self, work: dist.Work, hop: Hop) -> None:
-        self._work = work
-        self._hop = hop
-
-    def wait(self) -> None:
-        """Wait for the collective."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise HopError(self._hop.name, self._hop.group, error) from error
-
-
 class Hop:
     """Collectives of wire buffers over one process group, with their bytes counted.
+
+    Each method starts a collective and returns it as a `Flight`, which ``land`` finishes. ``sent`` are the wire buffers that are
+    free again then.
 
     Args:
         name: the name under which ``traffic`` counts the bytes.
         group: the ranks that take part.
         traffic: counts what this rank receives.
-        is_async: whether a collective returns a work to wait for, instead of waiting itself. On accelerators waiting orders
-            streams and does not hold up the host.
+        is_async: whether a collective goes on while the caller does other things. On accelerators waiting for it orders streams
+            and does not hold up the host.
 
     Attributes:
         size: number of ranks in the group.
@@ -125,56 +68,52 @@ class Hop:
         self.is_async = is_async
         self._traffic = traffic
 
-    def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> HopWork | None:
+    def all_gather(self, output: torch.Tensor, wire: torch.Tensor, sent: Buffers = ()) -> Flight:
         """Start output [size * B] <- every rank's wire [B], in group order."""
-        return self._run(_all_gather_buffers, output, wire, self.peers.bytes_of(wire.nbytes))
+        received = self.peers.bytes_of(wire.nbytes)
+        return self._start(collectives.all_gather_buffers, output, wire, received, sent)
 
-    def all_gather_rows(self, output: torch.Tensor, rows: torch.Tensor) -> HopWork | None:
+    def all_gather_rows(self, output: torch.Tensor, rows: torch.Tensor, sent: Buffers = ()) -> Flight:
         """Start, for each y, output[y] [size * S] <- every rank's rows[y] [S], in group order. Shapes are [Y, ...]."""
-        return self._run(_all_gather_rows, output, rows, self.peers.bytes_of(rows.nbytes))
+        return self._start(collectives.all_gather_rows, output, rows, self.peers.bytes_of(rows.nbytes), sent)
 
-    def all_reduce(self, tensor: torch.Tensor) -> HopWork | None:
+    def all_reduce(self, tensor: torch.Tensor) -> Flight:
         """Start to sum ``tensor`` over the ranks, in place. It counts as a reduce-scatter and an all-gather."""
-        return self._run(_all_reduce_in_place, tensor, tensor, self.peers.bytes_in_all_reduce(tensor.nbytes))
+        received = self.peers.bytes_in_all_reduce(tensor.nbytes)
+        return self._start(collectives.all_reduce_in_place, tensor, tensor, received)
 
-    def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> HopWork | None:
+    def all_to_all(self, output: torch.Tensor, wire: torch.Tensor, sent: Buffers = ()) -> Flight:
         """Start output [size * B] <- from each rank, in group order, the part of its wire [size * B] for this rank."""
-        return self._run(dist.all_to_all_single, output, wire, self.peers.bytes_of(wire.nbytes // self.size))
+        received = self.peers.bytes_of(wire.nbytes // self.size)
+        return self._start(dist.all_to_all_single, output, wire, received, sent)
 
-    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor) -> HopWork | None:
+    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor) -> Flight:
         """Start output [Y, S] <- for each y, this rank's slice of the sum over ranks of rows [Y, size * S], in their dtype.
 
         What a ring receives is counted. NCCL runs rings; gloo runs an all-reduce, and sends twice as much.
         """
-        return self._run(_reduce_scatter_rows, output, rows, self.peers.bytes_of(output.nbytes))
+        return self._start(collectives.reduce_scatter_rows, output, rows, self.peers.bytes_of(output.nbytes))
 
-    def _run(
+    def _start(
         self,
         collective: Callable[..., dist.Work | None],
         output: torch.Tensor,
-        sent: torch.Tensor,
+        wire: torch.Tensor,
         received: Bytes,
-    ) -> HopWork | None:
+        sent: Buffers = (),
+    ) -> Flight:
         # A unit may have nothing to send. Sizes are equal on all ranks, so all of them skip the collective.
         if not output.numel():
-            return None
+            return Flight(output, sent)
         self._traffic.record(self.name, received)
-        try:
-            work = collective(output, sent, group=self.group, async_op=self.is_async)
-        except RuntimeError as error:
-            raise HopError(self.name, self.group, error) from error
-        return None if work is None else HopWork(work, self)
-
-    def blocking(self) -> Hop:
-        """Return a hop over the same ranks, counted under the same name, whose collectives wait."""
-        return Hop(self.name, self.group, self._traffic)
+        with self.naming_errors():
+            work = collective(output, wire, group=self.group, async_op=self.is_async)
+        return Flight(output, sent, self, work)
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here. It stands between uses of memory that the ranks share, on CPU."""
-        try:
+        with self.naming_errors():
             dist.barrier(group=self.group)
-        except RuntimeError as error:
-            raise HopError(self.name, self.group, error) from error
 
     def read_peers(self, wire: torch.Tensor) -> torch.Tensor:
         """Return shared memory [size * B] in place of an all-gather's output, and count as many bytes.
@@ -184,6 +123,14 @@ class Hop:
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
         return wire
 
+    @contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Let an error of the backend name the hop."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise HopError(self.name, self.group, error) from error
+
 
 @dataclasses.dataclass
 class Flight:
@@ -191,18 +138,21 @@ class Flight:
 
     Attributes:
         received: the buffer where its bytes arrive. Before ``land`` its content is undefined.
-        work: the work to wait for; None where the hop has ended or moves nothing.
         sent: wire buffers that the hop reads from. They are referenced here so that they are not used again before it ends.
+        hop: the hop; None where nothing moves.
+        work: the work to wait for; None where the hop has ended or moves nothing.
     """
 
     received: torch.Tensor
-    work: HopWork | None = None
-    sent: tuple[torch.Tensor, ...] = ()
+    sent: Buffers = ()
+    hop: Hop | None = None
+    work: dist.Work | None = None
 
     def land(self, buffers: WireBuffers) -> torch.Tensor:
         """Wait for the hop, give the buffers that were sent back to ``buffers``, and return what was received."""
-        if self.work is not None:
-            self.work.wait()
+        if self.hop is not None and self.work is not None:
+            with self.hop.naming_errors():
+                self.work.wait()
             self.work = None
         buffers.give(*self.sent)
         self.sent = ()

@@ -11,16 +11,13 @@ Each crossing of a unit has a *carrier* of its own, which takes it through three
 ``TwoHopGather.decode``, the node hop, then makes the unit's weights of the secondary shards, any number of times, until the
 weights change. All ranks of a cross group send in the same order, and all ranks of a node decode in the same order.
 
-*Whole weights* replace a secondary shard. *Deltas* are added to one: a delta is this rank's masters, less its slice of the
-secondary shard. It is taken against the copy and not against the last weights, so it includes whatever the last delta rounded
-away, and errors do not add up over steps.
-
-*Changed words* are exact weights for a fraction of their bytes (``qwz_mode="exact"``). In a step of fine-tuning most 16-bit
-weights keep their bits. Each rank compares its shard with its own slice of the secondary shard, which is what the other ranks of
-its cross group hold of it, and encodes the difference (``ops/changes_format.py``). Nothing is rounded, so a copy that was brought
-up to date equals one that was sent whole, bit for bit, whatever changed the weights. The wires of different ranks differ in size,
-and a collective needs equal ones. So ``exchange_sizes`` comes between ``prepare`` and ``send``, once for all units of a mesh that
-are due: one all-gather of 8 bytes a unit. Each unit's wires are then padded to the largest.
+*Whole weights* replace a secondary shard, and *deltas* are added to one. *Changed words* are exact weights for a fraction of the
+bytes (``qwz_mode="exact"``): in a step of fine-tuning most 16-bit weights keep their bits. Each rank compares its shard with its
+own slice of the secondary shard, which is what the other ranks of its cross group hold of it, and encodes the difference
+(``ops/changes_format.py``). Nothing is rounded, so a copy that was brought up to date equals one that was sent whole, bit by bit,
+whatever changed the weights. The wires of different ranks differ in size, and a collective needs equal ones. ``exchange_sizes``
+therefore comes between ``prepare`` and ``send``, once for all units of a mesh that are due: one all-gather of 8 bytes a unit.
+Each unit's wires are then padded to the largest.
 
 [Note: the host waits once] On a device with streams the host reads the sizes between the first stage and the last. It waits for
 the optimizer and for the encoding then, once a step (and for experts on a mesh of their own once more, for the network alone),
@@ -40,6 +37,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -48,9 +46,6 @@ from hf_zeropp.comm import node_memory
 from hf_zeropp.comm.hop import Flight, Hop
 from hf_zeropp.comm.wire_buffers import WireBuffers, new_wire
 from hf_zeropp.ops.format import WireLayout
-
-BUFFER_STEP = 1 << 16
-"""Bytes. Sizes differ a little from step to step. Buffers of whole multiples fit again where exact sizes would not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +123,6 @@ class TwoHopGather:
     shares_memory: bool = False
     resync_hop: Hop | None = None
 
-    @cached_property
-    def sizes_hop(self) -> Hop:
-        """The cross hop for the sizes of changed words. It is waited for at once: nothing can be sent before they are known."""
-        return self.cross_hop.blocking()
-
     def new_secondary(self, layout: WireLayout, device: torch.device) -> Secondary:
         """Return room for a secondary shard that is kept, with arbitrary content.
 
@@ -165,7 +155,7 @@ class TwoHopGather:
             ops.dequantize(wire, layout, dtype=output.dtype, slice_rows=num_ranks, out=output)
             return
         wire = self.buffers.take(num_ranks * secondary.own.numel(), secondary.own.device)
-        Flight(wire, self.node_hop.all_gather(wire, secondary.own)).land(self.buffers)
+        self.node_hop.all_gather(wire, secondary.own).land(self.buffers)
         # Slices arrive as [x, y]. ``slice_rows`` makes the kernel write them as [y, x], which is rank order.
         ops.dequantize(wire, layout, dtype=output.dtype, slice_rows=num_ranks, out=output)
         self.buffers.give(wire)
@@ -183,8 +173,9 @@ class TwoHopGather:
             own = self.buffers.take(output.nbytes // self.node_hop.size, output.device)
             ops.dequantize(secondary.own, kept, dtype=output.dtype, out=own.view(output.dtype))
         num_nodes = self.cross_hop.size
-        work = self.node_hop.all_gather_rows(output.view(num_nodes, -1), own.view(output.dtype).view(num_nodes, -1))
-        Flight(output, work, (own,) if needs_decoding else ()).land(self.buffers)
+        rows = own.view(output.dtype).view(num_nodes, -1)
+        sent = (own,) if needs_decoding else ()
+        self.node_hop.all_gather_rows(output.view(num_nodes, -1), rows, sent).land(self.buffers)
 
     def own_slice(self, secondary: Secondary) -> torch.Tensor:
         """Return the part of a secondary shard that holds this rank's own shard."""
@@ -196,26 +187,22 @@ class TwoHopGather:
             self.node_hop.barrier()
 
 
+@dataclasses.dataclass(eq=False)
 class Carrier(ABC):
     """One crossing of one unit.
 
-    Args:
+    Attributes:
         hops: the two hops of the unit.
         layouts: wire layouts of one slice.
         secondary: the secondary shard that is brought up to date.
-
-    Attributes:
-        hops, layouts, secondary: as given.
         reads: the dtype of the shard that it encodes; None for the dtype in which the unit is gathered.
     """
 
-    reads: torch.dtype | None = None
-
-    def __init__(self, hops: TwoHopGather, layouts: GatherLayouts, secondary: Secondary) -> None:
-        self.hops = hops
-        self.layouts = layouts
-        self.secondary = secondary
-        self._flight: Flight | None = None
+    hops: TwoHopGather
+    layouts: GatherLayouts
+    secondary: Secondary
+    reads: ClassVar[torch.dtype | None] = None
+    _flight: Flight | None = dataclasses.field(default=None, init=False)
 
     @abstractmethod
     def prepare(self, shards: Sequence[torch.Tensor]) -> None:
@@ -263,7 +250,7 @@ class WholeWeights(Carrier):
             hop = self.hops.resync_hop
         self.secondary.failed = None
         own = self.secondary.own
-        self._flight = Flight(own, hop.all_gather(own, self._wire), sent=(self._wire,))
+        self._flight = hop.all_gather(own, self._wire, sent=(self._wire,))
 
     def _update(self, received: torch.Tensor) -> None:
         """The bytes have arrived where they belong."""
@@ -273,7 +260,7 @@ class Delta(Carrier):
     """The quantized difference between the fp32 masters and this rank's slice of the secondary shard."""
 
     # A shard in the compute dtype would hide small updates by its rounding.
-    reads: torch.dtype = torch.float32
+    reads: ClassVar[torch.dtype] = torch.float32
 
     def prepare(self, shards: Sequence[torch.Tensor]) -> None:
         """Encode the difference between the fp32 masters and the copy."""
@@ -292,7 +279,7 @@ class Delta(Carrier):
         # Deltas arrive beside the secondary shard, which other ranks of the node may still read meanwhile.
         hop = self.hops.cross_hop
         received = self.hops.buffers.take(hop.size * self._layout.nbytes, self._wire.device)
-        self._flight = Flight(received, hop.all_gather(received, self._wire), sent=(self._wire,))
+        self._flight = hop.all_gather(received, self._wire, sent=(self._wire,))
 
     def _update(self, received: torch.Tensor) -> None:
         # Deltas are added in place, so a slower rank of the node must have read the last weights before.
@@ -324,7 +311,6 @@ class ChangedWords(Carrier):
 
     def prepare(self, shards: Sequence[torch.Tensor]) -> None:
         """Encode how the shard, in fp32, bf16 or fp16, differs from the copy, word by word."""
-        assert self.layouts.sends_changes
         kept, buffers, own_slice = self.layouts.kept, self.hops.buffers, self.hops.own_slice(self.secondary)
         words = buffers.take(kept.nbytes, own_slice.device)
         # Nothing is quantized here: this casts the shard, and lays it out as the slice is.
@@ -348,7 +334,7 @@ class ChangedWords(Carrier):
         room = buffers.take(wire.numel(), base.device)
         ops.encode_changes(words, base, out=(size, room.view(1, -1), starts))
         num_bytes = int(size)
-        kept = take_rounded(buffers, num_bytes, base.device)
+        kept = buffers.take_rounded(num_bytes, base.device)
         kept.copy_(room[:num_bytes])
         buffers.give(room)
         return size, kept
@@ -365,11 +351,11 @@ class ChangedWords(Carrier):
         hop, buffers, wire = self.hops.cross_hop, self.hops.buffers, self._wire
         if wire.numel() < self.row_bytes:
             # Another rank of the group has more to send. What lies behind this rank's bytes is arbitrary.
-            wire = take_rounded(buffers, self.row_bytes, wire.device)
+            wire = buffers.take_rounded(self.row_bytes, wire.device)
             wire[: self._wire.numel()].copy_(self._wire)
             buffers.give(self._wire)
-        received = take_rounded(buffers, hop.size * self.row_bytes, wire.device)
-        self._flight = Flight(received, hop.all_gather(received, wire[: self.row_bytes]), (wire,))
+        received = buffers.take_rounded(hop.size * self.row_bytes, wire.device)
+        self._flight = hop.all_gather(received, wire[: self.row_bytes], sent=(wire,))
 
     def _update(self, received: torch.Tensor) -> None:
         self.hops.wait_for_node(self.secondary)  # as with deltas
@@ -391,11 +377,10 @@ def exchange_sizes(carriers: Sequence[ChangedWords]) -> None:
     hops = carriers[0].hops
     assert all(carrier.hops is hops for carrier in carriers), "sizes of units with other hops go to other ranks"
     own = torch.cat([carrier.size for carrier in carriers])
-    received = own.new_empty(hops.sizes_hop.size * own.numel())
-    # A blocking hop: nothing can be sent before the sizes are known.
-    work = hops.sizes_hop.all_gather(received.view(torch.uint8), own.view(torch.uint8))
-    Flight(received, work).land(hops.buffers)
-    by_unit = received.view(hops.sizes_hop.size, -1).t().contiguous()
+    received = own.new_empty(hops.cross_hop.size * own.numel())
+    # The hop is landed at once: nothing can be sent before the sizes are known.
+    hops.cross_hop.all_gather(received.view(torch.uint8), own.view(torch.uint8)).land(hops.buffers)
+    by_unit = received.view(hops.cross_hop.size, -1).t().contiguous()
     # One tensor is read, as the host waits for it. What a GPU found in the crossing before is read with it.
     failed = [carrier.secondary.failed for carrier in carriers]
     damage = torch.stack([own.new_zeros(()) if each is None else each.any().long() for each in failed])
@@ -413,8 +398,3 @@ def gather_both_hops(hops: TwoHopGather, output: torch.Tensor, shard: torch.Tens
     carrier.land()
     hops.decode(secondary, layouts, output)
     hops.buffers.give(secondary.own)
-
-
-def take_rounded(buffers: WireBuffers, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return a buffer of ``num_bytes`` whose memory fits the next steps as well."""
-    return buffers.take(-(-num_bytes // BUFFER_STEP) * BUFFER_STEP, device)[:num_bytes]

@@ -138,13 +138,13 @@ class TwoHopReduce:
             num_nodes = self.cross_hop.size
             sums = full.new_empty(num_nodes, layouts.node_hop.numel)
             # The backend keeps ``full`` as long as it reads it.
-            return Flight(sums, self.node_hop.reduce_scatter(sums, full.view(num_nodes, -1)))
+            return self.node_hop.reduce_scatter(sums, full.view(num_nodes, -1))
         num_bytes = self.num_ranks * layouts.node_hop.nbytes
         wire, received = (self.buffers.take(num_bytes, full.device) for _ in range(2))
         # The gradients lie as [y, x] and are encoded as [x, y] (``slice_rows``): part x of the wire, the slices of
         # cross group x in all nodes, is then one run of bytes, which the all-to-all sends to rank x of this node.
         ops.quantize(full, layouts.node_hop, slice_rows=self.cross_hop.size, out=wire)
-        return Flight(received, self.node_hop.all_to_all(received, wire), sent=(wire,))
+        return self.node_hop.all_to_all(received, wire, sent=(wire,))
 
     def accumulate(self, flight: Flight, layouts: ReduceLayouts, partial: torch.Tensor | None) -> torch.Tensor:
         """Finish the node hop of a micro-step that is not the last: add what arrived to the partial sums.
@@ -215,7 +215,7 @@ class TwoHopReduce:
         if self.cross_hop.size == 1:  # one node: the sums are encoded and decoded all the same, but stay here
             return Flight(wire)
         received = self.buffers.take(wire.numel(), wire.device)
-        return Flight(received, self.cross_hop.all_to_all(received, wire), sent=(wire,))
+        return self.cross_hop.all_to_all(received, wire, sent=(wire,))
 
     def start_replica_hop(self, index: int, flight: Flight, layouts: ReduceLayouts) -> Flight:
         """Finish the hop before, and start one of ``hops_of_replicas``: send the sums to its ranks, encoded anew, or add them up.
@@ -234,12 +234,12 @@ class TwoHopReduce:
             sums = torch.empty(layout.numel, dtype=layout.raw_dtype, device=received.device)
             ops.dequantize_sum(received, layout, num_sources=before.size, dtype=sums.dtype, out=sums)
             self.buffers.give(received)
-            return Flight(sums, hop.all_reduce(sums))
+            return hop.all_reduce(sums)
         wire = self.buffers.take(layout.nbytes, received.device)
         ops.dequantize_sum_quantize(received, layout, layout, num_sources=before.size, out=wire)
         self.buffers.give(received)
         received = self.buffers.take(hop.size * layout.nbytes, wire.device)
-        return Flight(received, hop.all_gather(received, wire), sent=(wire,))
+        return hop.all_gather(received, wire, sent=(wire,))
 
     def finish(self, flight: Flight, layouts: ReduceLayouts, output: torch.Tensor, scale: float = 1.0) -> None:
         """Finish the last hop: output [S] <- scale * (sum over the world).

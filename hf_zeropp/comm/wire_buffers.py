@@ -21,6 +21,10 @@ def new_wire(num_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
+ROUNDED_TO = 1 << 16
+"""Bytes of which ``take_rounded`` makes multiples."""
+
+
 class WireBuffers:
     """Wire buffers on CPU that are used again.
 
@@ -42,6 +46,10 @@ class WireBuffers:
             return new_wire(num_bytes, device)
         size, whole = self._sizes.pop(fit), self._free.pop(fit)
         return whole if size == num_bytes else whole[:num_bytes]
+
+    def take_rounded(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return a buffer [num_bytes] as ``take`` does, whose memory fits a size that differs a little from step to step."""
+        return self.take(-(-num_bytes // ROUNDED_TO) * ROUNDED_TO, device)[:num_bytes]
 
     def give(self, *buffers: torch.Tensor) -> None:
         """Take buffers back. The caller must not use them any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_zeropp.compat.extend import extend
+from hf_zeropp.dtensors import local_tensor_of
 from hf_zeropp.fsdp.decisions import Decisions
-from hf_zeropp.fsdp.gradients.pending import renew_gradients
 from hf_zeropp.fsdp.sharded_models import initialize_root, on_backward
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.weight_decisions import Entrance, WeightDecisions
@@ -55,7 +55,7 @@ def _install_optimizer_hooks() -> None:
         for listener in list(_listeners.values()):
             listener.before_optimizer_step(optimizer, has_closure=has_closure)
         if is_compiled:
-            renew_gradients(param for group in optimizer.param_groups for param in group["params"])
+            _renew_gradients(param for group in optimizer.param_groups for param in group["params"])
 
     @torch.compiler.disable
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -65,6 +65,20 @@ def _install_optimizer_hooks() -> None:
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
     extend(torch.optim.Muon, "step", _step_of_torchs_muon)
+
+
+def _renew_gradients(params: Iterable[torch.Tensor]) -> None:
+    """Put a new DTensor around the local tensor of every complete gradient, for a compiled optimizer step.
+
+    PyTorch's compiler cannot trace a DTensor whose local tensor was replaced, as it is while a gradient is pending.
+    """
+    for param in params:
+        grad = param.grad
+        if isinstance(grad, DTensor):
+            # A reference to the old one sees the same memory.
+            shape, stride = grad.shape, grad.stride()
+            local = local_tensor_of(grad)
+            param.grad = DTensor.from_local(local, grad.device_mesh, grad.placements, shape=shape, stride=stride)
 
 
 def _step_of_torchs_muon(original: Callable[..., Any], self: torch.optim.Muon, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
@@ -40,10 +41,15 @@ def is_extension(fsdp_param: FSDPParam) -> bool:
     return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
+def policy_of(fsdp_param: FSDPParam) -> MixedPrecisionPolicy:
+    """Return FSDP2's policy for a parameter. From torch 2.15 on those of a unit may differ in ``param_dtype``."""
+    return fsdp_param.mp_policy
+
+
 def gather_dtype_of(fsdp_param: FSDPParam) -> torch.dtype:
     """Return the dtype in which a parameter is gathered. FSDP2 casts floating-point parameters alone."""
     dtype = fsdp_param.sharded_param.dtype
-    return (fsdp_param.mp_policy.param_dtype if dtype.is_floating_point else None) or dtype
+    return (policy_of(fsdp_param).param_dtype if dtype.is_floating_point else None) or dtype
 
 
 def grad_dtype_of(fsdp_param: FSDPParam) -> torch.dtype | None:

@@ -18,10 +18,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
@@ -140,11 +141,6 @@ class Unit:
         return self._group.device
 
     @property
-    def device_type(self) -> str:
-        """The type of that device, such as ``"cpu"``."""
-        return self.device.type
-
-    @property
     def reshards_after_forward(self) -> bool:
         """Whether the unit is resharded between forward and backward, and gathered twice."""
         # FSDP2 keeps its root gathered unless it was told otherwise, and notes that in the first forward pass.
@@ -214,7 +210,7 @@ class Unit:
         # On accelerators a kernel launch for each parameter would cost more than the copy that joins them. On CPU a call
         # costs little and a copy of the whole shard does not.
         shards = self._shard_data
-        if devices.has_streams(self.device_type) or any(shard.dtype not in FLOAT_DTYPES for shard in shards):
+        if devices.has_streams(self.device) or any(shard.dtype not in FLOAT_DTYPES for shard in shards):
             return [self.flat_shard(dtype)]
         return shards
 
@@ -244,19 +240,9 @@ class Unit:
         return [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
 
     @property
-    def have_own_gathers(self) -> list[bool]:
-        """For each parameter, whether it makes the input of its gather itself."""
-        return [is_extension(param) for param in self._group.fsdp_params]
-
-    @property
-    def precisions(self) -> list[MixedPrecisionPolicy]:
-        """FSDP2's policy for each parameter. From torch 2.15 on they may differ in ``param_dtype``."""
-        return [param.mp_policy for param in self._group.fsdp_params]
-
-    @property
-    def grad_dtypes(self) -> list[torch.dtype | None]:
-        """The dtype in which each parameter keeps its gradient; None where FSDP2 takes it as it is."""
-        return [grad_dtype_of(param) for param in self._group.fsdp_params]
+    def fsdp_params(self) -> list[FSDPParam]:
+        """The parameters as FSDP2 knows them, for the functions of param_shard.py."""
+        return self._group.fsdp_params
 
     def structure(self) -> tuple[object, ...]:
         """Return the facts that choose collectives: of each parameter, and of reductions."""
@@ -269,13 +255,3 @@ class Unit:
             ),
             *self.gradients.structure(),
         )
-
-
-def local_tensor_of(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor itself, which ``to_local`` returns a view of, through autograd."""
-    return tensor._local_tensor
-
-
-def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
-    """Replace the local tensor of a DTensor, as FSDP2 does where it accumulates gradients."""
-    tensor._local_tensor = local

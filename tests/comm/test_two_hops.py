@@ -27,7 +27,7 @@ from two_hops import (
     world_of,
 )
 
-from hf_zeropp.comm import hop
+from hf_zeropp.comm import collectives
 from hf_zeropp.comm.two_hops import (
     GatherLayouts,
     ReduceLayouts,
@@ -273,8 +273,8 @@ def run_rows(rank: int) -> None:
     group = world_of(2).topology.node_group
     rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
     expected, output = torch.empty(3, 10), torch.empty(3, 10)
-    hop._all_gather_rows(expected, rows, group, async_op=False)
-    hop._all_gather_row_by_row(output, rows, group)
+    collectives.all_gather_rows(expected, rows, group, async_op=False)
+    collectives.all_gather_row_by_row(output, rows, group)
     assert torch.equal(output, expected)
 
 

@@ -98,13 +98,13 @@ def calls_of_a_forward_pass(rank: int, overlap: bool) -> list[str]:
     with as_on_a_gpu():
         model = shard(make_lm(depth=3))
         apply_zeropp(model, {"ranks_per_node": 2, "overlap": overlap})
-        original = Hop._run
+        original = Hop._start
 
         def noted(hop: Hop, *args: Any) -> Any:
             calls.append("cross" if "across" in hop.name else "node")
             return original(hop, *args)
 
-        Hop._run = noted
+        Hop._start = noted
         with torch.no_grad():
             model(tokens_of(rank))
     return calls

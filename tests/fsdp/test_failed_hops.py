@@ -44,16 +44,16 @@ def errors_of_the_others(function: Callable[..., Any], *args: Any, dead: int, **
 def dies_in_a_hop(rank: int, name: str, overlap: bool) -> None:
     """Rank 3 dies when it is to start the first hop of that name for the second time."""
     model, _ = new_model(overlap=overlap)
-    run, calls = Hop._run, []
+    start, calls = Hop._start, []
 
     def dying(hop: Hop, *args: Any) -> Any:
         if rank == 3 and hop.name == name:
             calls.append(1)
             if len(calls) == 2:
                 os._exit(1)
-        return run(hop, *args)
+        return start(hop, *args)
 
-    Hop._run = dying  # type: ignore[method-assign]
+    Hop._start = dying  # type: ignore[method-assign]
     backward(model, rank)
     backward(model, rank)
 

@@ -41,7 +41,7 @@ from ways_through_steps import (
     two_meshes,
 )
 
-from hf_zeropp.comm import hop
+from hf_zeropp.comm import collectives
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.fsdp.gradients import backward_passes
@@ -166,16 +166,16 @@ def make_room_for_the_current_stream(driver: StreamDriver) -> None:
 
 def no_wait_for_native(name: str) -> Any:
     """The collectives that this function of a node hop starts run on a stream of their own, which nothing waits for."""
-    start = getattr(hop, name)
+    start = getattr(collectives, name)
 
     def start_only(output: torch.Tensor, rows: torch.Tensor, group: Any, async_op: bool) -> None:
         start(output, rows, group, True)
 
-    return mock.patch.object(hop, name, start_only)
+    return mock.patch.object(collectives, name, start_only)
 
 
-no_wait_for_native_sums = functools.partial(no_wait_for_native, "_reduce_scatter_rows")
-no_wait_for_native_gathers = functools.partial(no_wait_for_native, "_all_gather_rows")
+no_wait_for_native_sums = functools.partial(no_wait_for_native, "reduce_scatter_rows")
+no_wait_for_native_gathers = functools.partial(no_wait_for_native, "all_gather_rows")
 
 
 def no_wait_before_replicas(index: int) -> Any:

@@ -13,16 +13,25 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hf_zeropp"
 HOT_PATH = (
-    *("comm.hop", "comm.wire_buffers", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
+    *(
+        "comm.collectives",
+        "comm.hop",
+        "comm.wire_buffers",
+        "comm.two_hop_gather",
+        "comm.two_hop_reduce",
+        "comm.node_memory",
+    ),
     *(
         "fsdp.comm_objects",
         "fsdp.weights.gather",
         "fsdp.weights.copy",
         "fsdp.weights.freshness",
+        "fsdp.weights.weight_stamp",
         "fsdp.weights.fingerprint",
         "fsdp.weights.schedule",
         "fsdp.gradients.reduce",
         "fsdp.gradients.unit_gradients",
+        "fsdp.gradients.param_gradients",
         "fsdp.gradients.drivers",
         "fsdp.gradients.micro_steps",
         "fsdp.gradients.pending",
@@ -34,7 +43,7 @@ HOT_PATH = (
 WAITING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "is_nonzero", "equal", "allclose"}
 CONVERSIONS = {"bool", "int", "float"}
 # Conversions of what is a number already: module, function.
-NUMBERS = {("fsdp.gradients.reduce", "scale_of"), ("fsdp.gradients.unit_gradients", "gets_gradient")}
+NUMBERS = {("fsdp.gradients.reduce", "scale_of"), ("fsdp.gradients.param_gradients", "gets_gradient")}
 
 
 MEANT = {

@@ -27,6 +27,7 @@ from hf_zeropp.comm.topology import ShardMesh, WorldGroups, get_topology, whole_
 from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.comm.wire_buffers import WireBuffers
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.dtensors import local_tensor_of
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.backward_passes import Backward as BackwardPasses
 from hf_zeropp.fsdp.gradients.gradient_decisions import GradientDecisions
@@ -35,7 +36,6 @@ from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.unit_gradients import ReducedShard
 from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.param_shard import ParamShard
-from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.fsdp.weights.copy import Copy
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.gather import WeightGather

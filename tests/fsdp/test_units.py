@@ -19,7 +19,7 @@ from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter
 from hf_zeropp.fsdp.sharded_models import find_units
 from hf_zeropp.fsdp.units import DefaultAllGather
 from hf_zeropp.fsdp.weights.first_use import on_first_use
-from hf_zeropp.fsdp.weights.freshness import WeightStamp
+from hf_zeropp.fsdp.weights.weight_stamp import WeightStamp
 
 
 class RecordingGather(DefaultAllGather):
@@ -105,7 +105,7 @@ def scenario_found_units(rank: int) -> None:
     assert [len(unit.modules) for unit in found] == [1, 1, 1, 2]
     assert [one.name for one in found[1].param_shards] == ["weight", "bias"] * 3
     assert find_units(make_lm()) == []
-    assert all(unit.device_type == "cpu" and unit.replica_group is None for unit in found)
+    assert all(unit.device.type == "cpu" and unit.replica_group is None for unit in found)
     assert dist.get_process_group_ranks(found[0].shard_group) == list(range(4))
 
 

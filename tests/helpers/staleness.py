@@ -16,8 +16,8 @@ from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights import fingerprint, freshness
-from hf_zeropp.fsdp.weights.freshness import WeightStamp
 from hf_zeropp.fsdp.weights.weight_decisions import WeightDecisions
+from hf_zeropp.fsdp.weights.weight_stamp import WeightStamp
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
 

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from hf_zeropp.fsdp.units import Unit, local_tensor_of, set_local_tensor
+from hf_zeropp.dtensors import local_tensor_of, set_local_tensor
+from hf_zeropp.fsdp.units import Unit
 
 # ``zero_grad(set_to_none=False)`` runs the second for all gradients at once, unless ``foreach`` is switched off.
 _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -197,17 +198,3 @@ def _wait_for_offloaded_gradients() -> None:
     # FSDP2 copies gradients to the CPU without waiting, and waits for them at the end of the backward pass itself. This
     # happens only with CPU offload, for units that took no part in the last micro-step.
     torch.accelerator.synchronize()
-
-
-def renew_gradients(params: Iterable[torch.Tensor]) -> None:
-    """Put a new DTensor around the local tensor of every complete gradient, for a compiled optimizer step.
-
-    PyTorch's compiler cannot trace a DTensor whose local tensor was replaced, as it is while a gradient is pending.
-    """
-    for param in params:
-        grad = param.grad
-        if isinstance(grad, DTensor):
-            # A reference to the old one sees the same memory.
-            shape, stride = grad.shape, grad.stride()
-            local = local_tensor_of(grad)
-            param.grad = DTensor.from_local(local, grad.device_mesh, grad.placements, shape=shape, stride=stride)

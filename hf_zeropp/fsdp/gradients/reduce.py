@@ -283,8 +283,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # FSDP2 knows the shard group alone (``UnitGradients.take_over_replicas``), and averages over no replicas.
         if work is not None:
             work.wait()
-        if (summed := self.hops.replicas.all_reduce(output)) is not None:
-            summed.wait()
+        self.hops.replicas.all_reduce(output).land(self.hops.buffers)
         if self.unit.gradients.divide_factor is None:
             output.div_(self.hops.num_replicas)
         return None

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
+from hf_zeropp.dtensors import local_tensor_of
 from hf_zeropp.fsdp.model_run import ModelRun
-from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.fsdp.weights.fingerprint import sum_of_bits
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather

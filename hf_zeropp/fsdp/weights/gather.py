@@ -238,14 +238,10 @@ class WeightGather(CommObject, AllGather):
             secondary, self._sent = self.hops.new_secondary(layouts.kept, device), Sent()
         return secondary
 
-    def expire(self) -> None:
-        """Gather whole weights at the next forward pass."""
-        self.copy.freshness.mark(Change.INVALID)
-
     def resync(self) -> None:
         """Gather whole weights at the next forward pass, where deltas brought the secondary shard to what it is."""
         if self.copy.layouts is not None and self.copy.layouts.delta is not None:
-            self.expire()
+            self.copy.freshness.mark(Change.INVALID)
 
     # Which ranks a gather is a collective of.
 

@@ -27,7 +27,10 @@ from hf_zeropp import ops
 from hf_zeropp.comm.exchange import words_of
 from hf_zeropp.comm.two_hops import Carrier, Delta, Secondary, TwoHopGather
 from hf_zeropp.config import ENV_CHECK
-from hf_zeropp.fsdp.units import Unit, local_tensor_of
+from hf_zeropp.dtensors import local_tensor_of
+from hf_zeropp.fsdp.questions import Questions
+from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.fsdp.weights.freshness import Change
 
 TellFaults = Callable[[str, str], Sequence[str]]
 """Takes the name of a unit and what this rank found wrong with its copies, or nothing. Returns what all ranks found."""
@@ -49,6 +52,17 @@ def wants_check() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{ENV_CHECK} must be 0 or 1, got {value!r}.")
     return value == "1"
+
+
+def compare_due(questions: Questions, due: Sequence[Change]) -> None:
+    """Compare which units' weights every rank is about to send, before one waits for another that sends nothing.
+
+    Args:
+        questions: asks the other ranks.
+        due: the change of each unit, in module order.
+    """
+    said = "start the hops of stale weights"
+    questions.ask(said, due, describe=lambda index: f"due for {due[index].name}").confirm()
 
 
 class SecondaryCheck:
@@ -124,7 +138,7 @@ class SecondaryCheck:
 
     def _ranks_with(self, flag: bool) -> list[int]:
         """Return the ranks of the shard group on which ``flag`` is set. Collective."""
-        flags = self._of_all_ranks(torch.tensor([int(flag)], device=self._unit.device_type))
+        flags = self._of_all_ranks(torch.tensor([int(flag)], device=self._unit.device.type))
         ranks = dist.get_process_group_ranks(self._unit.shard_group)
         return [rank for rank, [is_set] in zip(ranks, flags, strict=True) if is_set]
 

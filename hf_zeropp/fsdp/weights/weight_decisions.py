@@ -18,15 +18,15 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from hf_zeropp import devices
-from hf_zeropp.comm.disagreement import NAMED_UNITS
-from hf_zeropp.comm.exchange import ranks_by, words_of
+from hf_zeropp.comm.exchange import ranks_by
 from hf_zeropp.fsdp.gradients.backward_passes import current_backward
 from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.questions import Questions
-from hf_zeropp.fsdp.unit_words import words_of_structure
+from hf_zeropp.fsdp.unit_words import words_of_structure, words_of_unseen_changes
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import WeightGather
+from hf_zeropp.fsdp.weights.secondary_check import compare_due
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class WeightDecisions:
     def invalidate(self) -> None:
         """Gather whole weights at the next forward pass. This is a mark of one rank, which ranks exchange then."""
         for gather in self.gathers:
-            gather.expire()
+            gather.copy.freshness.mark(Change.INVALID)
 
     def before_step(self, held: set[int], *, has_closure: bool) -> None:
         """Note that an optimizer of the parameters with these ids is about to step."""
@@ -210,7 +210,7 @@ class WeightDecisions:
             if gather in changes:
                 gather.copy.agree(Change(change))
         if self._run.checks:
-            self._compare_due()
+            compare_due(self._questions, [gather.copy.due for gather in self.gathers])
         due = [gather for gather in asked if gather.can_start_ahead]
         self._run.schedule.begin(due, starts_now=starts_now)
         if self._run.checks:
@@ -226,19 +226,7 @@ class WeightDecisions:
         unseen = [gather for gather, change in zip(self.gathers, largest, strict=True) if change == Change.UNSEEN]
         own = [gather.unit.name for gather in unseen if changes.get(gather) == Change.UNSEEN]
         found = ranks_by((rank, name) for rank, names in self._questions.tell((dist.get_rank(), own)) for name in names)
-        said = [f"unit {name} on {words_of(ranks)}" for name, ranks in found.items()]
-        raise RuntimeError(
-            f"Weights have changed since they were gathered, and no version counter tells of it: {'; '.join(said[:NAMED_UNITS])}"
-            f"{f' and {len(said) - NAMED_UNITS} more' if said[NAMED_UNITS:] else ''}. Other nodes hold the old ones, and on "
-            "accelerators the pass before this one has computed with them. Call handle.invalidate() after writes through "
-            "param.data, NumPy, pointers or torch._foreach_* functions, and after a checkpoint was loaded in place."
-        )
-
-    def _compare_due(self) -> None:
-        """Compare which units' weights every rank is about to send, before one waits for another that sends nothing."""
-        due = [int(gather.copy.due) for gather in self.gathers]
-        said = "start the hops of stale weights"
-        self._questions.ask(said, due, describe=lambda index: f"due for {Change(due[index]).name}").confirm()
+        raise RuntimeError(words_of_unseen_changes(found))
 
 
 # Structures rarely change, and a digest for each unit is needed at every forward pass. It is no ``hash``: Python

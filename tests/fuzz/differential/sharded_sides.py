@@ -22,8 +22,8 @@ from differential.meshes import rows_of
 from differential.networks import Net, build, fill_in_zeros, leave_meta, run_models, shard, starts_on_meta, unused_in
 from differential.sides import Observation, Side, step_and_drop
 from hf_zeropp import apply_zeropp, generation_mode
+from hf_zeropp.dtensors import local_tensor_of
 from hf_zeropp.fsdp.gradients.pending import PendingGradient
-from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.traffic import REDUCE_CROSS, REDUCE_REPLICAS, Bytes
 
