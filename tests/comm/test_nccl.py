@@ -26,9 +26,9 @@ def calls_of_rank(rank: int, ranks_per_node: int, settings: dict) -> list[tuple[
     for name in ("all_gather", "all_to_all"):
         original = getattr(Hop, name)
 
-        def noted(hop, output, wire, original=original, name=name):
+        def noted(hop, output, wire, sent=(), original=original, name=name):
             calls.append((hop.name, name, wire.numel()))
-            return original(hop, output, wire)
+            return original(hop, output, wire, sent)
 
         setattr(Hop, name, noted)
     model = shard(make_lm())

@@ -131,10 +131,10 @@ def nodes_with_different_layers(rank: int, mode: str) -> tuple[list[str], list[s
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         original = Hop.all_gather
 
-        def noted(hop: Hop, output: torch.Tensor, wire: torch.Tensor) -> Any:
+        def noted(hop: Hop, output: torch.Tensor, wire: torch.Tensor, sent: Any = ()) -> Any:
             if "across" in hop.name or "whole" in hop.name:
                 calls.append(f"{hop.name}: {output.numel() if mode == 'values' else 'some'}")
-            return original(hop, output, wire)
+            return original(hop, output, wire, sent)
 
         Hop.all_gather = noted
         for step in range(3):
