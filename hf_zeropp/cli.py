@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_zeropp import estimate_command, ops
+from hf_zeropp import estimate_command, measured_cluster, ops
 from hf_zeropp.compat import TESTED
 from hf_zeropp.config import ZeroPPConfig, is_enabled
-from hf_zeropp.estimate import measured_cluster
 
 # The modules of integrations are imported by the commands that need them: parts of Transformers take seconds to import,
 # and ``env`` must run where they cannot be imported.

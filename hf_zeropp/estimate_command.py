@@ -15,10 +15,10 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate import memory_report, step_time_report
 from hf_zeropp.estimate.cluster import ATTAINABLE_MFU, GPUS, Cluster, gpu_cluster, parse_rate
 from hf_zeropp.estimate.comparison import compare, methods_of, recommendation
-from hf_zeropp.estimate.measured_cluster import read_cluster
 from hf_zeropp.estimate.memory_and_bytes import estimate
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.training_job import ASSUMED_LEARNING_RATE, OPTIMIZER_STATE_BYTES, Job, Setup
+from hf_zeropp.measured_cluster import read_cluster
 from hf_zeropp.ops.frozen_format import FROZEN_BITS
 from hf_zeropp.sizes import parse_bytes, parse_count
 

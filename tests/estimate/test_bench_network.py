@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from harness import run_ranks
 
-from hf_zeropp import cli
-from hf_zeropp.estimate import measured_cluster
-from hf_zeropp.estimate.measured_cluster import read_cluster
+from hf_zeropp import cli, measured_cluster
+from hf_zeropp.measured_cluster import read_cluster
 
 
 def bench_network(rank: int, path: str) -> str:

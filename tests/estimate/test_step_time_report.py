@@ -15,8 +15,8 @@ import yaml
 from hf_zeropp import cli
 from hf_zeropp.config import PRESETS, ZeroPPConfig, is_enabled
 from hf_zeropp.estimate.cluster import GPUS, Cluster, Device, Link, parse_rate
-from hf_zeropp.estimate.measured_cluster import read_cluster
 from hf_zeropp.estimate.step_time import method_names
+from hf_zeropp.measured_cluster import read_cluster
 
 pytestmark = pytest.mark.one_rank
 

@@ -33,6 +33,7 @@ LAYERS = [
     "fsdp",
     "frozen",
     "estimate",
+    "measured_cluster",
     "plan",
     "handle",
     "step_record",
