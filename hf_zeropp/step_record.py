@@ -42,6 +42,13 @@ def record_steps(handle: ZeroPPHandle | None = None) -> None:
             record.handles.add(handle)
 
 
+def read_records(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the lines of each rank in a folder; the last one of a file counts if it is whole, since a rank may be writing it."""
+    return [
+        [json.loads(line) for line in file.read_text().split("\n")[:-1]] for file in sorted(folder.glob("rank_*.jsonl"))
+    ]
+
+
 @functools.cache
 def _record(folder: Path) -> _StepRecord:
     """Return the record of this process, which begins with the first call."""

@@ -21,9 +21,8 @@ DESCRIPTION = (
     "Start your own command on stock FSDP2 and under the presets balanced, exact, half_model and min_traffic, in turns, and say "
     "which is fastest, or that none is faster than stock. The command stays as it is, with its launcher. Say in the script's own "
     "words that it ends soon, without evaluation and checkpoints, and give it a seed. {folder} in the command stands for a "
-    "temporary folder of the trial: "
-    "hf-zeropp tune hf-zeropp launch --config_file FILE train.py --max_steps 12 --output_dir {folder}. "
-    f"The first {SKIPPED_STEPS} steps are not measured. On several nodes run the same on each, as for the job itself."
+    "temporary folder of the trial: hf-zeropp tune hf-zeropp launch --config_file FILE train.py --max_steps 12 --output_dir "
+    f"{{folder}}. The first {SKIPPED_STEPS} steps are not measured. On several nodes run the same on each, as for the job itself."
 )
 
 
@@ -55,14 +54,16 @@ def _search(args: argparse.Namespace, folder: Path) -> Search:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         line = progress.add_task("")
         for number, name in enumerate((STOCK, *TRIED) * args.rounds):
-            if name in search.failed or _is_refused(search, name):
+            lowest = 0.0 if name == STOCK else lowest_rate(ZeroPPConfig.preset(name))
+            if lowest and search.trials[STOCK][0].rate < lowest:  # its changes are too coarse for the job
+                search.failed[name] = f"not tried, since it loses too much at learning rates under {lowest:g}"
+            if name in search.failed:
                 continue
             time.sleep(args.pause if number else 0)
             progress.reset(line, description=name)
+            own = folder / str(number)
             try:
-                trial = start(
-                    args.job, name, folder / str(number), lambda text: progress.update(line, description=text)
-                )
+                trial = start(args.job, name, own, lambda text: progress.update(line, description=text))
             except TrialError as error:
                 if name == STOCK:
                     raise TrialError(f"on stock FSDP2 {error}") from error
@@ -75,29 +76,15 @@ def _search(args: argparse.Namespace, folder: Path) -> Search:
     return search
 
 
-def _is_refused(search: Search, name: str) -> bool:
-    """Return whether a preset sends changes that are too coarse for the job's learning rate, and note it."""
-    lowest = 0.0 if name == STOCK else lowest_rate(ZeroPPConfig.preset(name))
-    if lowest and search.trials[STOCK][0].rate < lowest:
-        search.failed[name] = f"not tried, since it loses too much at learning rates under {lowest:g}"
-    return name in search.failed
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="hf-zeropp tune",
-        usage="hf-zeropp tune [--rounds N] [--pause S] [--json] COMMAND ...",
-        description=DESCRIPTION,
-    )
-    parser.add_argument("--rounds", type=int, default=2, help="How often each candidate runs. The default is 2.")
-    parser.add_argument(
-        "--pause",
-        type=float,
-        default=5,
-        help="Seconds between two runs, for other nodes to end the first. The default is 5.",
-    )
-    parser.add_argument("--json", action="store_true", help="Print JSON instead of the table.")
-    parser.add_argument("job", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    usage = "hf-zeropp tune [--rounds N] [--pause S] [--json] COMMAND ..."
+    parser = argparse.ArgumentParser("hf-zeropp tune", usage, DESCRIPTION)
+    add = parser.add_argument
+    add("--rounds", type=int, default=2, help="How often each candidate runs. The default is 2.")
+    pause = "Seconds between two runs, for other nodes to end the first. The default is 5."
+    add("--pause", type=float, default=5, help=pause)
+    add("--json", action="store_true", help="Print JSON instead of the table.")
+    add("job", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not args.job:
         parser.error("expected the command that starts the job")

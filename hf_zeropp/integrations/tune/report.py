@@ -61,7 +61,7 @@ class Search:
     @property
     def best(self) -> str | None:
         """The fastest candidate that is faster than stock and trains alike."""
-        return next((name for name in self.others if self.is_faster(name) and self.trains_alike(name)), None)
+        return next((name for name in self.others if self.verdict(name) == "faster"), None)
 
     def median(self, name: str) -> float:
         """Return the seconds of a step."""
@@ -72,13 +72,11 @@ class Search:
         seconds = [second for trial in self.trials[name] for second in trial.seconds]
         return statistics.quantiles(seconds, n=4, method="inclusive")
 
-    def is_faster(self, name: str) -> bool:
-        """Return whether three of four steps are shorter than three of four of stock's."""
-        return self.quartiles(name)[2] < self.quartiles(STOCK)[0]
-
-    def trains_alike(self, name: str) -> bool:
-        """Return whether the losses are stock's; True where the model returned none."""
-        return self.difference(name) <= TOLERANCE  # not so for NaN
+    def verdict(self, name: str) -> str:
+        """Return whether the losses are stock's, and three of four steps are shorter than three of four of stock's."""
+        if not self.difference(name) <= TOLERANCE:  # so for NaN, and not where the model returned no loss
+            return "refused: the loss differs"
+        return "faster" if self.quartiles(name)[2] < self.quartiles(STOCK)[0] else "not faster"
 
     def difference(self, name: str) -> float:
         """Return the largest difference of losses to stock's, as a share of the largest of them; NaN where a loss is none."""
@@ -103,7 +101,8 @@ def show(search: Search, console: Console) -> None:
         low, median, high = search.quartiles(name)
         off_by = f"{search.difference(name):.2%}" if name != STOCK and search.trials[STOCK][0].losses else ""
         times = f"{median:.3f}", f"{low:.3f}-{high:.3f}", f"{search.median(STOCK) / median:.2f}"
-        table.add_row(name, *times, _megabytes(search, name), off_by, _verdict(search, name))
+        received = statistics.fmean(trial.received for trial in search.trials[name]) / 1e6
+        table.add_row(name, *times, f"{received:.2f}" if name != STOCK else "", off_by, _verdict(search, name))
     console.print(table)
     why_not = "\n".join(f"{name}: {why}" for name, why in search.failed.items())
     for text in (why_not, f"{sentence(search)}\n", block(search)):
@@ -129,11 +128,10 @@ def sentence(search: Search) -> str:
     """Return the verdict, and why."""
     stock_s = search.median(STOCK)
     if best := search.best:
-        unseen = (
-            "" if search.trials[STOCK][0].losses else " The model returned no loss, so compare the losses yourself."
-        )
         times = f"{search.median(best):.3g} s per step where stock FSDP2 takes {stock_s:.3g} s"
-        return f"{best}: {times} ({stock_s / search.median(best):.2f} x).{unseen}"
+        said = f"{best}: {times} ({stock_s / search.median(best):.2f} x)."
+        has_losses = search.trials[STOCK][0].losses
+        return said if has_losses else f"{said} The model returned no loss, so compare the losses yourself."
     nearest = search.others[0]
     return (
         "Leave it off: no candidate that trains alike is faster than stock FSDP2 beyond the spread of the steps "
@@ -149,12 +147,6 @@ def block(search: Search) -> str:
 
 
 def _verdict(search: Search, name: str) -> str:
-    if name == STOCK:
-        return ""
-    if not search.trains_alike(name):
-        return "refused: the loss differs"
-    return "recommended" if name == search.best else "faster" if search.is_faster(name) else "not faster"
-
-
-def _megabytes(search: Search, name: str) -> str:
-    return "" if name == STOCK else f"{statistics.fmean(trial.received for trial in search.trials[name]) / 1e6:.2f}"
+    if name in (STOCK, search.best):
+        return "" if name == STOCK else "recommended"
+    return search.verdict(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zeropp.config import ENV_ENABLED, ENV_PREFIX, ENV_RECORD, ZeroPPConfig
+from hf_zeropp.step_record import read_records
 
 STOCK = "stock FSDP2"
 TRIED = ("balanced", "exact", "half_model", "min_traffic")
@@ -107,59 +107,43 @@ def start(job: Sequence[str], name: str, folder: Path, say: Callable[[str], None
             while process.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(0.5)
-                say(f"{name}: {max(map(len, _read(records)), default=0)} steps")
+                say(f"{name}: {max(map(len, read_records(records)), default=0)} steps")
         finally:
-            _end(process)
+            if process.poll() is None:  # the command was interrupted. The job's launcher ends the ranks.
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+                process.kill()  # nothing happens to a process that has ended
+                process.wait()
         if process.returncode:
             output.seek(0)
             last = "\n".join(f"    {line}" for line in output.read().rstrip().splitlines()[-_SHOWN_LINES:])
             raise TrialError(f"the job failed with exit status {process.returncode}. It ended with:\n{last}")
-    trial = Trial.of(_read(records))
-    _check_settings(name, trial)
+    trial = Trial.of(read_records(records))
+    if name == STOCK:
+        return trial
+    if trial.settings is None:
+        raise TrialError(
+            "nothing runs under ZeRO++: the model is sharded within one node (on one machine ZEROPP_RANKS_PER_NODE=1 tries what "
+            "the preset pcie does), or the script turns it off (zeropp=False)"
+        )
+    if not _settings(name).items() <= trial.settings.items():
+        raise TrialError(
+            "the script has settings of its own (zeropp=...), which go over the environment: leave them out"
+        )
     return trial
+
+
+def _settings(name: str) -> dict[str, Any]:
+    """Return the settings in which a preset differs from the others that are tried."""
+    return {field: getattr(ZeroPPConfig.preset(name), field) for field in DIFFERENT}
 
 
 def _variables(name: str) -> dict[str, str]:
     """Return the variables under which the job runs as a candidate. They go over its file; its other settings stay."""
     if name == STOCK:
         return {ENV_ENABLED: "0"}
-    preset = ZeroPPConfig.preset(name).to_dict()
-    settings = {"preset": name, **{field: preset[field] for field in DIFFERENT}}
+    settings = {"preset": name} | _settings(name)
     return {ENV_ENABLED: "1"} | {
         f"{ENV_PREFIX}{field.upper()}": "none" if value is None else str(value) for field, value in settings.items()
     }
-
-
-def _check_settings(name: str, trial: Trial) -> None:
-    """Raise a TrialError if the job ran under settings of its own."""
-    if name == STOCK:
-        return
-    if trial.settings is None:
-        raise TrialError(
-            "nothing runs under ZeRO++: the model is sharded within one node (on one machine ZEROPP_RANKS_PER_NODE=1 tries what "
-            "the preset pcie does), or the script turns it off (zeropp=False)"
-        )
-    preset = ZeroPPConfig.preset(name).to_dict()
-    if any(trial.settings[field] != preset[field] for field in DIFFERENT):
-        raise TrialError(
-            "the script has settings of its own (zeropp=...), which go over the environment: leave them out"
-        )
-
-
-def _read(records: Path) -> list[list[dict[str, Any]]]:
-    """Return the lines of each rank; the last one of a file counts if it is whole, since a rank may be writing it."""
-    return [
-        [json.loads(line) for line in file.read_text().split("\n")[:-1]]
-        for file in sorted(records.glob("rank_*.jsonl"))
-    ]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a job that was interrupted, by its launcher, which ends the ranks."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
