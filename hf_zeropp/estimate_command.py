@@ -12,15 +12,15 @@ from typing import Any
 from rich.console import Console
 
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.estimate import memory_report, step_time_report
-from hf_zeropp.estimate.cluster import ATTAINABLE_MFU, GPUS, Cluster, gpu_cluster, parse_rate
+from hf_zeropp.estimate import report
+from hf_zeropp.estimate.cluster import ATTAINABLE_MFU, GPUS, Cluster, gpu_cluster
 from hf_zeropp.estimate.comparison import compare, methods_of, recommendation
 from hf_zeropp.estimate.memory_and_bytes import estimate
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.training_job import ASSUMED_LEARNING_RATE, OPTIMIZER_STATE_BYTES, Job, Setup
 from hf_zeropp.measured_cluster import read_cluster
 from hf_zeropp.ops.frozen_format import FROZEN_BITS
-from hf_zeropp.sizes import parse_bytes, parse_count
+from hf_zeropp.sizes import parse_bytes, parse_count, parse_rate
 
 DEFAULT_TOKENS = 2048
 _TIME_FLAGS = (
@@ -47,13 +47,13 @@ def run_estimate(args: argparse.Namespace) -> None:
     # this.
     if args.json:
         setup = setup if job is None else job.setup
-        answer = memory_report.to_json(estimate(model, setup), model, setup)
-        answer |= {} if job is None else step_time_report.to_json(job, rows)
+        answer = report.memory_to_json(estimate(model, setup), model, setup)
+        answer |= {} if job is None else report.times_to_json(job, rows)
         print(json.dumps(answer | ({"recommendation": advice} if advice else {}), indent=1))
     elif job is None:
-        Console().print(memory_report.table(estimate(model, setup), model, setup))
+        Console().print(report.memory_table(estimate(model, setup), model, setup))
     else:
-        Console().print(step_time_report.time_table(job, rows))
+        Console().print(report.time_table(job, rows))
         # No markup and no wrapping: the block is there to be copied.
         Console().print(advice, markup=False, highlight=False, soft_wrap=True, end="")
 

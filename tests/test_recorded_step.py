@@ -45,7 +45,7 @@ def end_of(program, **options) -> float:
     recording = Recording(PER_NODE)
     with checked_world(WORLD, recording.observe):
         program(*groups())
-    return max(span.end for span in simulate(tasks_of(recording, CLUSTER, Scale(1, 1), **options)))
+    return max(simulate(tasks_of(recording, CLUSTER, Scale(1, 1), **options)))
 
 
 def one_stream(node, cross):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Literal
-
-from hf_zeropp.comm.topology import check_divides
 
 ATTAINABLE_MFU = 0.5
 """Share of a GPU's peak that matrix products reach in training, where nothing waits for communication. An assumption."""
@@ -23,10 +20,6 @@ NETWORK_LATENCY = 10e-6
 
 WITHIN_LATENCY = 3e-6
 """Seconds that one message within a node takes beside its bytes. An assumption, for NVLink."""
-
-# Only "bit" is clear: "100Gb" and "100Gbps" are read as bits by some and as bytes by others, a factor of 8.
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([mgt])bit", re.IGNORECASE)
-_BYTES_PER_S = {"m": 1e6 / 8, "g": 1e9 / 8, "t": 1e12 / 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +108,6 @@ class Cluster:
     device: Device
     backend: Literal["nccl", "gloo"] = "nccl"
 
-    def __post_init__(self) -> None:
-        check_divides(f"{self.ranks_per_node} ranks per node", self.ranks_per_node, self.world_size)
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, Y."""
-        return self.world_size // self.ranks_per_node
-
 
 def gpu_cluster(
     gpu: Gpu, world_size: int, ranks_per_node: int, network_rate: float, *, mfu: float = ATTAINABLE_MFU
@@ -150,17 +135,3 @@ def gpu_cluster(
         Link(gpu.within_rate / 2 * ATTAINABLE_LINK, WITHIN_LATENCY),
         Device(gpu.name, gpu.flops, gpu.flops * mfu, gpu.memory, kernel_rate=rate, copy_rate=rate),
     )
-
-
-def parse_rate(text: str) -> float:
-    """Return a rate in bytes per second: "100gbit" is 1.25e10. Units are mbit, gbit and tbit, in any case.
-
-    Raises:
-        ValueError: the text is no rate, has no unit, or is zero.
-    """
-    match = _RATE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
-        raise ValueError(
-            f"expected a rate above zero with its unit, such as 100gbit for 10^11 bits per second, got {text!r}"
-        )
-    return float(match[1]) * _BYTES_PER_S[match[2].lower()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -12,10 +12,13 @@ import yaml
 from hf_zeropp.config import BLOCK, PRESETS, ZeroPPConfig
 from hf_zeropp.estimate.exchanges import HALF_BYTES
 from hf_zeropp.estimate.memory_and_bytes import FSDP2, IN_NODE, KEPT, SYNCED, estimate, ours
-from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, resolved, step_time, with_settings
+from hf_zeropp.estimate.step_time import StepTime, step_time
 from hf_zeropp.estimate.training_job import Job, Setup
-from hf_zeropp.estimate.unit_work import COALESCED, DEEPSPEED
+from hf_zeropp.estimate.unit_work import COALESCED, DEEPSPEED, METHODS, Method
 from hf_zeropp.fsdp.weights.low_rates import lowest_rate
+
+SETTINGS = "these settings"
+"""The method of ``Job.setup.config``, where it is none of the presets."""
 
 EXACTNESS = ("balanced", "exact", "paper", "half_model", "min_traffic")
 """Presets in the order of preference among equally fast ones: fewer bits and less known settings come later.
@@ -55,14 +58,31 @@ class Row:
 
 def methods_of(setup: Setup) -> list[str]:
     """Return the methods to compare, the settings of the job among them where no preset has them."""
-    names = [name for name in method_names() if setup.micro_steps > 1 or name not in (SYNCED, COALESCED)]
+    names = [name for name in (*METHODS, *PRESETS) if setup.micro_steps > 1 or name not in (SYNCED, COALESCED)]
     plain = dataclasses.replace(setup.config, frozen_bits=None, pack_embeddings=False)
     return names if plain in map(ZeroPPConfig.preset, PRESETS) else [*names, SETTINGS]
 
 
 def compare(job: Job, methods: Iterable[str]) -> list[Row]:
     """Return a row for each method. Settings of the job count for ``SETTINGS`` alone."""
-    return [_row(job, method) for method in methods]
+    rows = []
+    for method in methods:
+        memory = memory_of(job, method)
+        rows.append(Row(method, step_time(*resolved(job, method)), memory, memory <= job.cluster.device.memory))
+    return rows
+
+
+def resolved(job: Job, name: str) -> tuple[Job, Method | None]:
+    """Return the job with the settings that a method names, and the method where it is one beside this package, else None."""
+    if name in PRESETS:
+        return with_settings(job, {"preset": name}), None
+    return job, None if name == SETTINGS else METHODS[name]
+
+
+def with_settings(job: Job, settings: Mapping[str, Any], **changes: Any) -> Job:
+    """Return the job under other settings, with changes of its setup. How the frozen base is stored stays as it is."""
+    config = ZeroPPConfig.from_dict({**settings, **job.setup.config.of_frozen})
+    return dataclasses.replace(job, setup=dataclasses.replace(job.setup, config=config, **changes))
 
 
 def choices(job: Job) -> list[Row]:
@@ -86,26 +106,17 @@ def choices(job: Job) -> list[Row]:
 
 
 def _choice(job: Job, settings: dict[str, Any], *, keeps_weights: bool = False) -> Row:
-    job = with_settings(job, settings)
-    job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, keeps_weights=keeps_weights))
-    name = f"{_name(settings)}, weights kept" if keeps_weights else _name(settings)
-    return dataclasses.replace(_row(job, SETTINGS), method=name, settings=settings, keeps_weights=keeps_weights)
-
-
-def _row(job: Job, method: str) -> Row:
-    memory = memory_of(job, method)
-    return Row(method, step_time(job, method), memory, memory <= job.cluster.device.memory)
-
-
-def _name(settings: dict[str, Any]) -> str:
+    (row,) = compare(with_settings(job, settings, keeps_weights=keeps_weights), [SETTINGS])
     beside = ", ".join(f"{name}: {value}" for name, value in settings.items() if name != "preset")
-    return f"{settings['preset']} ({beside})" if beside else settings["preset"]
+    name = f"{settings['preset']} ({beside})" if beside else settings["preset"]
+    name += ", weights kept" if keeps_weights else ""
+    return dataclasses.replace(row, method=name, settings=settings, keeps_weights=keeps_weights)
 
 
 def memory_of(job: Job, method: str) -> float:
     """Return the bytes per rank under a method, with the units that are gathered at one time."""
-    job, other = resolved(job, method)
-    if other is None:
+    job, stock = resolved(job, method)
+    if stock is None:
         line = ours(job.model, job.setup)
         return line.total + line.gathered
     lines = {line.method: line for line in estimate(job.model, job.setup)}
@@ -191,14 +202,14 @@ def _off(row: Row, setup: Setup) -> str:
 def _reason(job: Job, row: Row, rows: Sequence[Row], own: Sequence[Row]) -> str:
     ours = row if row.settings is not None else fastest(own) or min(own, key=lambda one: one.time.step_s)
     rival = fastest(one for one in rows if one.method in STOCK)
-    told = [_told(one) for one in rows if one is rival or one.method == FSDP2]
+    told = [
+        f"{one.time.step_s:.3g} s of {one.method}{'' if one.fits else ', which does not fit'}"
+        for one in rows
+        if one is rival or one.method == FSDP2
+    ]
     said = f"{ours.method} is predicted to take {ours.time.step_s:.3g} s per step, against {' and '.join(told)}"
     if job.setup.num_nodes == 1:
         return f"{said}: with one node nothing crosses nodes."
     if row.settings is None:
         return f"{said}: {row.method} without this package is as fast, within {MARGIN:.0%}, or faster."
     return f"{said}; its bytes keep the network busy for {row.time.network_s / row.time.step_s:.0%} of the step."
-
-
-def _told(row: Row) -> str:
-    return f"{row.time.step_s:.3g} s of {row.method}{'' if row.fits else ', which does not fit'}"

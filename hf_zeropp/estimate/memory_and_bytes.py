@@ -26,7 +26,7 @@ node for the forward pass and again for the backward pass, in the form in which 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 from hf_zeropp.estimate.exchanges import (
     HALF_BYTES,
@@ -34,15 +34,17 @@ from hf_zeropp.estimate.exchanges import (
     FrozenUnitGather,
     UnitGather,
     UnitReduce,
+    gathers_of,
     gathers_stay_fsdp2,
 )
 from hf_zeropp.estimate.model_shape import ModelShape, UnitShape, slice_numel
 from hf_zeropp.estimate.training_job import Setup
-from hf_zeropp.fsdp.predictions import crossings_per_step, gathers_per_step
 from hf_zeropp.traffic import total
 
 KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "frozen", "wire buffers")
 """Kinds of memory, in the order of a report."""
+
+NO_MEMORY = dict.fromkeys(KINDS, 0.0)
 
 FSDP2 = "FSDP2"
 SYNCED = "FSDP2 synced"
@@ -101,45 +103,44 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
     # All weights are gathered, the frozen ones too; gradients exist for the trained ones alone.
     everything, trained = HALF_BYTES * model.num_params, HALF_BYTES * model.num_trainable
     world, per_node, steps = setup.world_size, setup.ranks_per_node, setup.micro_steps
-    hpz = _flat_bytes(everything + trained, setup, times=steps)
-    # The forward gather and the reduction cross nodes. The backward gather finds its secondary shards within the node.
-    hpz["intra_node"] += round((per_node - 1) * everything * steps)
-    # Over how many ranks parameters, gradients and optimizer states are spread, and what a node receives.
+    # Over how many ranks parameters, gradients and optimizer states are spread, and what is gathered and reduced over the world.
     methods = {
         # An all-reduce sends as much as a reduce-scatter and an all-gather: twice. ZeRO-2 reduces at every
         # micro-step, because it keeps no full gradient to add up in, and gathers its updated parameters once.
-        "DDP": (1, 1, 1, _flat_bytes(trained, setup, times=2)),
-        "ZeRO-1": (1, 1, world, _flat_bytes(trained, setup, times=2)),
-        "ZeRO-2": (1, world, world, _flat_bytes(trained, setup, times=1 + steps)),
-        "ZeRO-3": (world, world, world, _flat_bytes(2 * everything + trained, setup, times=steps)),
-        "hpZ": (world, world, world, hpz),
+        "DDP": (1, 1, 1, 2 * trained),
+        "ZeRO-1": (1, 1, world, 2 * trained),
+        "ZeRO-2": (1, world, world, (1 + steps) * trained),
+        "ZeRO-3": (world, world, world, (2 * everything + trained) * steps),
+        "hpZ": (world, world, world, (everything + trained) * steps),
     }
-    return [
+    lines = [
         Estimate(
             method,
-            _memory(
-                parameters=trained / parameters,
-                gradients=trained / gradients,
-                optimizer=(MASTER_BYTES + setup.state_bytes) * model.num_trainable / optimizer,
-                secondary=everything / per_node if method == "hpZ" else 0.0,
-                frozen=(everything - trained) / parameters,
-            ),
-            **traffic,
+            NO_MEMORY
+            | {
+                "parameters": trained / parameters,
+                "gradients": trained / gradients,
+                "optimizer": (MASTER_BYTES + setup.state_bytes) * model.num_trainable / optimizer,
+                "frozen": (everything - trained) / parameters,
+            },
+            **_flat_bytes(num_bytes, setup),
         )
-        for method, (parameters, gradients, optimizer, traffic) in methods.items()
+        for method, (parameters, gradients, optimizer, num_bytes) in methods.items()
     ]
+    # The backward gather of hpZ finds its secondary shards within the node.
+    lines[-1].memory["secondary"] = everything / per_node
+    return [*lines[:-1], lines[-1].plus(0, (per_node - 1) * everything * steps)]
 
 
-def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> dict[str, float]:
-    """Return what one node receives in ``times`` gathers or reductions of ``num_bytes`` over the world."""
+def _flat_bytes(num_bytes: int, setup: Setup) -> dict[str, float]:
+    """Return what one node receives in gathers and reductions of ``num_bytes`` in all over the world."""
     # Each byte is once on the node without a move within it: 1/Y as the node's own shards, the rest as it enters from
     # outside. All N ranks end with all bytes, so N - 1 copies of each move within the node.
     world, nodes = setup.world_size, setup.num_nodes
-    across = round(num_bytes * (nodes - 1) / nodes * times)
+    across = round(num_bytes * (nodes - 1) / nodes)
     # One rank of a node has its predecessor in the ring on another node, and through that one pass all bytes but its own shard.
     in_rings = across * (world - 1) / world * nodes / (nodes - 1) if nodes > 1 else 0.0
-    within = round((setup.ranks_per_node - 1) * num_bytes * times)
-    return {"cross_node": across, "in_rings": in_rings, "intra_node": within}
+    return {"cross_node": across, "in_rings": in_rings, "intra_node": (setup.ranks_per_node - 1) * num_bytes}
 
 
 # ---- FSDP2.
@@ -156,19 +157,20 @@ def fsdp2(model: ModelShape, setup: Setup, way: str = FSDP2) -> Estimate:
             micro-step, as gradients are. With ``IN_NODE`` backward passes gather within the node, from shards of 1/N of the
             weights that forward passes leave (``reshard_after_forward=N``).
     """
+    if way == KEPT:
+        setup = dataclasses.replace(setup, keeps_weights=True)
     memory = _sharded_memory(model, setup)
     gradients = setup.reduce_dtype.itemsize * model.num_trainable
     if setup.micro_steps > 1 and way != SYNCED:
         memory["accumulator"] = gradients
     reduced = gradients * (setup.micro_steps if way == SYNCED else 1)
-    traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup, way) + reduced, setup)
+    over_world = [dataclasses.replace(unit, reshards=unit.reshards and way != IN_NODE) for unit in model.units]
+    traffic = _flat_bytes(_gathered_bytes(over_world, setup) + reduced, setup)
     line = Estimate(way, memory, **traffic, gathered=_gathered_at_once(model, setup))
-    if way == KEPT:
-        line = dataclasses.replace(line, gathered=_gathered_in_all(model, setup))
     if way == IN_NODE and setup.num_nodes > 1:
         left = HALF_BYTES * sum(unit.numel for unit in model.units if unit.reshards)
-        line.memory["secondary"] = left / setup.ranks_per_node
-        line = line.plus(0, round((setup.ranks_per_node - 1) * left * setup.micro_steps))
+        memory["secondary"] = left / setup.ranks_per_node
+        line = line.plus(0, (setup.ranks_per_node - 1) * left * setup.micro_steps)
     return _with_muon(line, model, setup)
 
 
@@ -190,40 +192,26 @@ def hsdp(model: ModelShape, setup: Setup) -> Estimate:
     # The ranks of a node hold a replica's gradients, and the all-reduce sends them twice.
     gradients = setup.reduce_dtype.itemsize * model.num_trainable
     across = round(2 * gradients * (setup.num_nodes - 1) / setup.num_nodes)
-    return dataclasses.replace(fsdp2(model, setup.of_one_node).plus(across), method="HSDP")
+    of_node = dataclasses.replace(setup, world_size=setup.ranks_per_node)
+    return dataclasses.replace(fsdp2(model, of_node).plus(across), method="HSDP")
 
 
-def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup, way: str = FSDP2) -> int:
-    """Return the bytes of all weights that FSDP2's own gathers over the world make whole in one step."""
-
-    def gathers(unit: UnitShape) -> int:
-        gathers_again = unit.reshards and way != IN_NODE
-        return 1 if way == KEPT else gathers_per_step(setup.micro_steps, reshards_after_forward=gathers_again)
-
-    return sum(HALF_BYTES * unit.numel * gathers(unit) for unit in model.units)
+def _gathered_bytes(units: Iterable[UnitShape], setup: Setup) -> int:
+    """Return the bytes of all weights that FSDP2's own gathers make whole in one step."""
+    return sum(HALF_BYTES * unit.numel * gathers_of(unit, setup) for unit in units)
 
 
 def _gathered_at_once(model: ModelShape, setup: Setup) -> int:
-    return _gathered_in_all(model, setup) if setup.keeps_weights else _largest_at_once(_gathered_units(model, setup))
-
-
-def _gathered_in_all(model: ModelShape, setup: Setup) -> int:
-    return sum(num_bytes for _, num_bytes in _gathered_units(model, setup))
-
-
-def _gathered_units(model: ModelShape, setup: Setup) -> Iterator[tuple[UnitShape, int]]:
+    """Return the bytes of full weights that a rank holds at one time, at most."""
     whole = HALF_BYTES * setup.world_size
-    return ((unit, whole * slice_numel(unit.params, setup.world_size)) for unit in model.units)
+    units = [(unit, whole * slice_numel(unit.params, setup.world_size)) for unit in model.units]
+    return sum(num_bytes for _, num_bytes in units) if setup.keeps_weights else _largest_at_once(units)
 
 
-def _largest_at_once(units: Iterable[tuple[UnitShape, int]]) -> int:
+def _largest_at_once(units: Sequence[tuple[UnitShape, int]]) -> int:
     """Return the bytes that are gathered at one time, at most, of units and their bytes while gathered."""
-    staying, passing = 0, [0]
-    for unit, num_bytes in units:
-        if unit.spans_model or not unit.reshards:
-            staying += num_bytes
-        else:
-            passing.append(num_bytes)
+    passing = [num_bytes for unit, num_bytes in units if unit.reshards and not unit.spans_model]
+    staying = sum(num_bytes for _, num_bytes in units) - sum(passing)
     # On accelerators FSDP2 gathers the next unit while one computes. On gloo one unit is over before the next begins.
     return staying + sum(sorted(passing)[-2:])
 
@@ -233,16 +221,12 @@ def _sharded_memory(model: ModelShape, setup: Setup) -> dict[str, float]:
     # FSDP2 pads every shard to that of rank 0, so rank 0 has the largest memory, and the padded size is what it holds.
     trained = sum(slice_numel(unit.trainable, setup.world_size) for unit in model.units)
     everything = sum(slice_numel(unit.params, setup.world_size) for unit in model.units)
-    return _memory(
-        parameters=MASTER_BYTES * trained,
-        gradients=MASTER_BYTES * trained,
-        optimizer=setup.state_bytes * trained,
-        frozen=HALF_BYTES * (everything - trained),
-    )
-
-
-def _memory(**kinds: float) -> dict[str, float]:
-    return dict.fromkeys(KINDS, 0.0) | kinds
+    return NO_MEMORY | {
+        "parameters": MASTER_BYTES * trained,
+        "gradients": MASTER_BYTES * trained,
+        "optimizer": setup.state_bytes * trained,
+        "frozen": HALF_BYTES * (everything - trained),
+    }
 
 
 # ---- This package.
@@ -253,16 +237,16 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
     # The plugin takes frozen parameters out of the units over the world, and gives them units over the node.
     trained = model.without_frozen
     if setup.world_size == setup.group_size:  # FSDP2's own collectives stay
-        line = dataclasses.replace(fsdp2(trained, setup, _way_of(setup)), method=THIS_PACKAGE)
+        line = dataclasses.replace(fsdp2(trained, setup), method=THIS_PACKAGE)
     else:
         line = _with_muon(_two_hops(trained, setup), trained, setup)
     gathers = [FrozenUnitGather(unit, setup, model.packing(setup.config)) for unit in model.frozen_units]
-    traffic = total(gather.step_bytes(setup.micro_steps) for gather in gathers).times(setup.ranks_per_node)
-    gathered = _largest_at_once((gather.unit, gather.gathered_bytes()) for gather in gathers)
-    decoded = max((gather.decoded_bytes() for gather in gathers), default=0)
+    traffic = total(gather.step_bytes() for gather in gathers).times(setup.ranks_per_node)
+    gathered = _largest_at_once([(gather.unit, gather.gathered_bytes) for gather in gathers])
+    decoded = max((gather.decoded_bytes for gather in gathers), default=0)
     return dataclasses.replace(
         line.plus(traffic.cross_node, traffic.intra_node),
-        memory=line.memory | {"frozen": sum(gather.shard_bytes() for gather in gathers)},
+        memory=line.memory | {"frozen": sum(gather.shard_bytes for gather in gathers)},
         gathered=line.gathered + gathered + decoded,
     )
 
@@ -270,8 +254,8 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
 def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     """Return the estimate of a model without frozen parameters, in several groups of ranks."""
     stays_fsdp2 = gathers_stay_fsdp2(setup)
-    reduces = [UnitReduce(unit.params, setup) for unit in model.units]
-    gathers = [] if stays_fsdp2 else [UnitGather(unit.params, setup) for unit in model.units]
+    reduces = [UnitReduce(unit, setup) for unit in model.units]
+    gathers = [] if stays_fsdp2 else [UnitGather(unit, setup) for unit in model.units]
     memory = _sharded_memory(model, setup)
     memory["secondary"] = sum(gather.secondary_bytes() for gather in gathers)
     memory["accumulator"] = sum(reduce.accumulator_bytes() for reduce in reduces)
@@ -287,19 +271,9 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     one_unit = HALF_BYTES * share * max((unit.numel for unit in model.units), default=0)
     landing = [gather.landing_bytes() for gather in gathers]
     memory["wire buffers"] = one_unit + (sum(landing) if setup.config.overlap else max(landing, default=0))
-    traffic = total(reduce.hops(setup.micro_steps).total() for reduce in reduces)
-    for unit, gather in zip(model.units, gathers, strict=False):  # no gathers where they stay FSDP2's
-        reshards = unit.reshards and not setup.keeps_weights
-        times = gathers_per_step(1 if setup.keeps_weights else setup.micro_steps, reshards_after_forward=reshards)
-        crossings = crossings_per_step(times, keeps_secondary=gather.keeps_secondary, trains=True)
-        traffic.add(gather.hops(times, crossings).total())
     # Units count what one rank receives. All ranks receive equally, so a node receives N times that.
-    traffic = traffic.times(setup.ranks_per_node)
-    flat = _flat_bytes(_fsdp2_gathered_bytes(model, setup, _way_of(setup)), setup) if stays_fsdp2 else {}
+    exchanges: list[UnitReduce | UnitGather] = [*reduces, *gathers]
+    traffic = total(exchange.step_bytes() for exchange in exchanges).times(setup.ranks_per_node)
+    flat = _flat_bytes(_gathered_bytes(model.units, setup), setup) if stays_fsdp2 else {}
     line = Estimate(THIS_PACKAGE, memory, **flat, gathered=_gathered_at_once(model, setup))
     return line.plus(traffic.cross_node, traffic.intra_node)
-
-
-def _way_of(setup: Setup) -> str:
-    """Return the way of FSDP2's own gathers, where they stay."""
-    return KEPT if setup.keeps_weights else FSDP2

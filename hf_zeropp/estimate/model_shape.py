@@ -94,16 +94,12 @@ class UnitShape:
         """The trainable parameters of the unit."""
         return tuple(param for param in self.params if param.trainable)
 
-    def frozen(self) -> UnitShape:
-        """Return the same unit with all parameters frozen."""
-        params = tuple(dataclasses.replace(param, trainable=False) for param in self.params)
-        return dataclasses.replace(self, params=params)
-
-    def with_lora(self, rank: int) -> UnitShape:
-        """Return the unit frozen, with the two matrices of a LoRA adapter beside each of its own matrices."""
+    def with_lora(self, rank: int) -> tuple[UnitShape, UnitShape]:
+        """Return the unit frozen, and the same with the two matrices of a LoRA adapter beside each of its own matrices."""
+        frozen = tuple(dataclasses.replace(param, trainable=False) for param in self.params)
         matrices = (param.shape for param in self.params if param.packable)
         adapters = (ParamShape(shape) for rows, columns in matrices for shape in ((rank, columns), (rows, rank)))
-        return dataclasses.replace(self, params=(*self.frozen().params, *adapters))
+        return dataclasses.replace(self, params=frozen), dataclasses.replace(self, params=(*frozen, *adapters))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +143,7 @@ class ModelShape:
 
     def with_lora(self, rank: int) -> ModelShape:
         """Return the model frozen, with LoRA adapters of this rank on all matrices of its blocks."""
-        frozen = tuple(unit.frozen() for unit in self.units)
-        units = tuple(unit.with_lora(rank) for unit in self.units)
+        frozen, units = zip(*(unit.with_lora(rank) for unit in self.units), strict=True)
         return dataclasses.replace(self, units=units, frozen_units=frozen)
 
     def packing(self, config: ZeroPPConfig) -> Packing | None:

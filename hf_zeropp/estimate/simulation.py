@@ -15,16 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from hf_zeropp.traffic import Bytes
 
 PROCESSOR, NETWORK, WITHIN = "processor", "network", "within"
 """The resources: the processor of a rank, the network of its node, and the rank's links within the node."""
-
-COMPUTE, KERNEL, WIRE = "compute", "kernel", "wire"
-"""Kinds of tasks: the model and the optimizer; encoding, decoding and copies for communication; collectives."""
 
 _DONE = 1e-12
 """Seconds of work left that count as none: what rounding leaves over."""
@@ -36,17 +31,15 @@ class Stage:
 
     Attributes:
         name: for people.
-        kind: ``COMPUTE``, ``KERNEL`` or ``WIRE``.
         demands: resources by name, each with the seconds of it that the stage needs at full rate.
         latency: seconds before the work begins, in which it uses no resource.
-        traffic: bytes that one rank receives.
+        computes: whether it is a part of the model, or the optimizer, and no part of an exchange.
     """
 
     name: str
-    kind: str
     demands: tuple[tuple[str, float], ...]
     latency: float = 0.0
-    traffic: Bytes = dataclasses.field(default_factory=Bytes)
+    computes: bool = False
 
     @property
     def work_s(self) -> float:
@@ -55,101 +48,61 @@ class Stage:
 
 
 class Task(NamedTuple):
-    """A stage of a unit on a stream.
+    """A stage on a stream.
 
     Attributes:
         stage: what runs.
         stream: the name of its stream.
         after: indices of earlier tasks that it waits for.
-        unit: the unit's name, for people.
     """
 
     stage: Stage
     stream: str
     after: tuple[int, ...] = ()
-    unit: str = ""
-
-
-class Span(NamedTuple):
-    """When a task ran, in seconds from the start."""
-
-    start: float
-    end: float
 
 
 class _Running:
-    """A task that runs: what is left of it, and its share of each resource."""
+    """A task that runs: first its latency, which uses nothing, then its work, with a share of each resource."""
 
-    def __init__(self, index: int, task: Task) -> None:
-        self.index, self.stream, self.latency, self.speed = index, task.stream, task.stage.latency, 1.0
-        self.left = task.stage.work_s
-        self.shares = [(resource, seconds / self.left) for resource, seconds in task.stage.demands if seconds]
-
-    @property
-    def uses_resources(self) -> bool:
-        """Whether its latency is over."""
-        return self.latency <= _DONE
-
-    @property
-    def until_event(self) -> float:
-        """Seconds until the task begins its work, or ends."""
-        return self.left / self.speed if self.uses_resources else self.latency
+    def __init__(self, index: int, stage: Stage) -> None:
+        self.index, self.speed = index, 1.0
+        work_s = stage.work_s
+        shares = [(resource, seconds / work_s) for resource, seconds in stage.demands if seconds]
+        # The seconds and shares of what is left, the last part first.
+        self._parts = [(work_s, shares), *([(stage.latency, [])] if stage.latency else [])]
+        self.left, self.shares = self._parts.pop()
 
     def advance(self, seconds: float) -> bool:
         """Let ``seconds`` pass, and return whether the task has ended."""
-        if self.uses_resources:
-            self.left -= seconds * self.speed
-        else:
-            self.latency -= seconds
-        return self.uses_resources and self.left <= _DONE
+        self.left -= seconds * self.speed
+        if self.left <= _DONE and self._parts:
+            self.left, self.shares = self._parts.pop()
+        return self.left <= _DONE
 
 
-def simulate(tasks: Sequence[Task]) -> list[Span]:
-    """Return when each task runs. Every task follows those that it waits for."""
-    num_waits = [len(task.after) for task in tasks]
-    followers: list[list[int]] = [[] for _ in tasks]
+def simulate(tasks: Sequence[Task]) -> list[float]:
+    """Return the seconds from the start at which each task ends. Every task follows those that it waits for."""
     queues: dict[str, deque[int]] = {}
     for index, task in enumerate(tasks):
         assert all(other < index for other in task.after), f"{task} waits for a later task than number {index}"
-        for other in task.after:
-            followers[other].append(index)
         queues.setdefault(task.stream, deque()).append(index)
-    starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    running: list[_Running] = []
-    busy: set[str] = set()
+    ends: dict[int, float] = {}
+    running: dict[str, _Running] = {}  # by stream
     now = 0.0
-    # The streams whose next task may have become ready.
-    candidates: Iterable[str] = queues
     while True:
-        for stream in candidates:
-            queue = queues[stream]
-            if queue and stream not in busy and not num_waits[queue[0]]:
+        for stream, queue in queues.items():
+            if queue and stream not in running and all(other in ends for other in tasks[queue[0]].after):
                 index = queue.popleft()
-                busy.add(stream)
-                starts[index] = now
-                running.append(_Running(index, tasks[index]))
+                running[stream] = _Running(index, tasks[index].stage)
         if not running:
-            return [Span(*times) for times in zip(starts, ends, strict=True)]
-        _share_resources(running)
-        passed = min(task.until_event for task in running)
+            return [ends[index] for index in range(len(tasks))]
+        used: dict[str, float] = {}
+        for one in running.values():
+            for resource, share in one.shares:
+                used[resource] = used.get(resource, 0.0) + share
+        for one in running.values():
+            one.speed = 1.0 / max(1.0, max((used[resource] for resource, _ in one.shares), default=1.0))
+        passed = min(one.left / one.speed for one in running.values())
         now += passed
-        candidates = set()
-        for ended in [task for task in running if task.advance(passed)]:
-            running.remove(ended)
-            ends[ended.index] = now
-            busy.discard(ended.stream)
-            candidates.add(ended.stream)
-            for follower in followers[ended.index]:
-                num_waits[follower] -= 1
-                candidates.add(tasks[follower].stream)
-
-
-def _share_resources(running: Sequence[_Running]) -> None:
-    """Set the speed of each running task from the shares of all."""
-    working = [task for task in running if task.uses_resources]
-    used: dict[str, float] = {}
-    for task in working:
-        for resource, share in task.shares:
-            used[resource] = used.get(resource, 0.0) + share
-    for task in working:
-        task.speed = 1.0 / max(1.0, max((used[resource] for resource, _ in task.shares), default=1.0))
+        for stream in [stream for stream, one in running.items() if one.advance(passed)]:
+            ends[running.pop(stream).index] = now

@@ -94,11 +94,6 @@ class Setup:
         return self.world_size // self.ranks_per_node
 
     @property
-    def of_one_node(self) -> Setup:
-        """The ranks of one node, which hold a whole model under HSDP."""
-        return dataclasses.replace(self, world_size=self.ranks_per_node)
-
-    @property
     def state_bytes(self) -> int:
         """Bytes per parameter of the optimizer's states, without the master."""
         return OPTIMIZER_STATE_BYTES[self.optimizer]
@@ -137,14 +132,10 @@ class Job:
         """Operations of one step on one rank, without recomputation: those that MFU counts."""
         return self.setup.micro_steps * sum(self._flops(unit, recomputes=False) for unit in self.model.units)
 
-    def forward_s(self, unit: UnitShape) -> float:
-        """Return the seconds of one unit's forward pass."""
-        return self.model.active * FORWARD_FLOPS * self.tokens * unit.numel / self.cluster.device.flops
-
-    def backward_s(self, unit: UnitShape) -> float:
-        """Return the seconds of one unit's backward pass, with what is recomputed in it."""
-        flops = self._flops(unit, recomputes=self.checkpointing)
-        return flops / self.cluster.device.flops - self.forward_s(unit)
+    def seconds(self, unit: UnitShape) -> tuple[float, float]:
+        """Return the seconds of one unit's forward pass, and of its backward pass with what is recomputed in it."""
+        forward_s = self.model.active * FORWARD_FLOPS * self.tokens * unit.numel / self.cluster.device.flops
+        return forward_s, self._flops(unit, recomputes=self.checkpointing) / self.cluster.device.flops - forward_s
 
     def _flops(self, unit: UnitShape, *, recomputes: bool) -> float:
         trained = sum(param.numel for param in unit.trainable)

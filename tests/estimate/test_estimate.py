@@ -11,11 +11,10 @@ from harness import run_ranks
 
 from hf_zeropp import ZeroPPConfig, cli
 from hf_zeropp.estimate.memory_and_bytes import estimate, ours
-from hf_zeropp.estimate.memory_report import BYTE_UNITS, shorten
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.integrations.pretrained_shape import units_of
-from hf_zeropp.sizes import parse_count
+from hf_zeropp.sizes import PREFIXES, parse_count, shorten
 
 # arXiv 1910.02054, table 1: GB per rank for P_os, P_os+g, P_os+g+p, by model and ranks; a last digit cut or rounded.
 ZERO_TABLE_1 = {
@@ -320,7 +319,7 @@ def test_command_prints_every_method_in_80_columns(
     ("number", "text"), [(0.5, "0.5"), (999.4, "999"), (999.5, "1K"), (1_749_600_000, "1.75G"), (3.2e18, "3.2e+03P")]
 )
 def test_numbers_have_three_digits_and_a_unit(number: float, text: str) -> None:
-    assert shorten(number, BYTE_UNITS) == text
+    assert shorten(number, PREFIXES) == text
 
 
 def test_command_gives_json(capsys: pytest.CaptureFixture) -> None:

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zeropp.estimate.simulation import COMPUTE, KERNEL, NETWORK, PROCESSOR, WIRE, Span, Stage, Task, simulate
-from hf_zeropp.estimate.step_order import step_tasks
+from hf_zeropp.estimate.simulation import NETWORK, PROCESSOR, Stage, Task, simulate
+from hf_zeropp.estimate.step_time import step_tasks
 from hf_zeropp.estimate.unit_work import UnitWork
 
 
 def task(stream: str, seconds: float, resource: str = "r", latency: float = 0.0, after: tuple[int, ...] = ()) -> Task:
-    return Task(Stage("", "kind", ((resource, seconds),), latency), stream, after)
+    return Task(Stage("", ((resource, seconds),), latency), stream, after)
 
 
-def stage(kind: str, resource: str, seconds: float) -> Stage:
-    return Stage(kind, kind, ((resource, seconds),))
+def stage(resource: str, seconds: float) -> Stage:
+    return Stage("", ((resource, seconds),))
 
 
 @pytest.mark.parametrize(
@@ -32,17 +32,17 @@ def stage(kind: str, resource: str, seconds: float) -> Stage:
     ],
 )
 def test_schedules_computed_by_hand(tasks: list[Task], ends: list[float]) -> None:
-    assert [span.end for span in simulate(tasks)] == pytest.approx(ends)
+    assert simulate(tasks) == pytest.approx(ends)
 
 
 def test_a_task_that_half_uses_a_resource_leaves_the_other_half() -> None:
     """A wire needs 4 s of the network and 2 s of the processor: alone it uses half of the processor."""
-    wire = Task(Stage("wire", "kind", ((NETWORK, 4.0), (PROCESSOR, 2.0))), "a")
-    half = Task(Stage("half", "kind", ((PROCESSOR, 1.0), ("other", 2.0))), "b")
-    whole = Task(Stage("whole", "kind", ((PROCESSOR, 4.0),)), "b")
-    assert [span.end for span in simulate([wire, half])] == pytest.approx([4, 2])
+    wire = Task(Stage("wire", ((NETWORK, 4.0), (PROCESSOR, 2.0))), "a")
+    half = Task(Stage("half", ((PROCESSOR, 1.0), ("other", 2.0))), "b")
+    whole = Task(Stage("whole", ((PROCESSOR, 4.0),)), "b")
+    assert simulate([wire, half]) == pytest.approx([4, 2])
     # Together they ask for 1.5 processors, so both run at 2/3: the wire for 6 s, and the other for as long.
-    assert [span.end for span in simulate([wire, whole])] == pytest.approx([6, 6])
+    assert simulate([wire, whole]) == pytest.approx([6, 6])
 
 
 def test_a_task_cannot_wait_for_a_later_one() -> None:
@@ -56,37 +56,33 @@ def test_two_units_on_streams() -> None:
     Gathers end at 1 and 2, forward passes at 3 and 5, the gathers for backward at 3 and 6, backward passes at 9 and 13. The
     first reduction hides behind the second backward pass; the last ends at 14, and the optimizer at 14.5.
     """
-    gather, reduce = (stage(WIRE, NETWORK, 1),), (stage(KERNEL, PROCESSOR, 0), stage(WIRE, NETWORK, 1))
-    copies = (stage(KERNEL, PROCESSOR, 0),)
-    units = [UnitWork(name, 2, 4, gather, gather, gather, reduce, reduce, copies=copies) for name in ("0", "1")]
-    tasks = step_tasks(units, 1, 0.5, blocks=False)
-    ends = ends_of(tasks)
-    assert ends["forward 1"] == pytest.approx(5)
-    assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((9, 13))
-    assert ends["optimizer "] == pytest.approx(14.5)
+    gather, reduce = (stage(NETWORK, 1),), (stage(PROCESSOR, 0), stage(NETWORK, 1))
+    copies = (stage(PROCESSOR, 0),)
+    tasks = step_tasks([UnitWork(2, 4, gather, gather, reduce, reduce, copies=copies)] * 2, 1, 0.5, blocks=False)
+    assert ends_of(tasks, "forward") == pytest.approx([3, 5])
+    assert ends_of(tasks, "backward") == pytest.approx([9, 13])
+    assert ends_of(tasks, "optimizer") == pytest.approx([14.5])
     # Without prefetching every gather adds its second: 6 s forward, 11 at the first backward pass. The gather that follows
     # shares the network with the reduction, so it ends at 13, the second backward pass at 17, the last reduction at 18.
-    alone = [UnitWork(name, 2, 4, gather, gather, gather, reduce, reduce, prefetches=False) for name in ("0", "1")]
-    assert last(step_tasks(alone, 1, 0.5, blocks=False)) == pytest.approx(18.5)
+    alone = UnitWork(2, 4, gather, gather, reduce, reduce, prefetches=False)
+    assert max(simulate(step_tasks([alone] * 2, 1, 0.5, blocks=False))) == pytest.approx(18.5)
 
 
 def test_reductions_hold_up_the_next_copy() -> None:
     """A reduction of 9 s outlasts the next backward pass of 4 s: the copy behind that waits, and so does the optimizer."""
-    reduce = (stage(KERNEL, PROCESSOR, 0), stage(WIRE, NETWORK, 9))
-    units = [UnitWork(name, 2, 4, reduce_last=reduce) for name in ("0", "1", "2")]
-    tasks = step_tasks(units, 1, 0, blocks=False)
-    ends = ends_of(tasks)
+    reduce = (stage(PROCESSOR, 0), stage(NETWORK, 9))
+    tasks = step_tasks([UnitWork(2, 4, reduce_last=reduce)] * 3, 1, 0, blocks=False)
     # Forward passes end at 6, backward passes at 10 and 14; the reductions follow each other and end at 19, 28, 37. The second
     # copy waits until 19, and the third backward pass stands behind it.
-    assert ends["backward 0"] == pytest.approx(23)
-    assert last(tasks) == pytest.approx(37)
+    assert ends_of(tasks, "backward")[-1] == pytest.approx(23)
+    assert max(simulate(tasks)) == pytest.approx(37)
 
 
 def test_two_units_that_block() -> None:
     """Under gloo FSDP2's collectives block: (1 + 2) twice, (1 + 4 + 1) twice, and the optimizer."""
-    gather, reduce = (stage(WIRE, NETWORK, 1),), (stage(WIRE, NETWORK, 1),)
-    units = [UnitWork(name, 2, 4, gather, gather, gather, reduce, reduce) for name in ("0", "1")]
-    assert last(step_tasks(units, 1, 0.5, blocks=True)) == pytest.approx(18.5)
+    gather, reduce = (stage(NETWORK, 1),), (stage(NETWORK, 1),)
+    units = [UnitWork(2, 4, gather, gather, reduce, reduce)] * 2
+    assert max(simulate(step_tasks(units, 1, 0.5, blocks=True))) == pytest.approx(18.5)
 
 
 @st.composite
@@ -96,7 +92,7 @@ def programs(draw: st.DrawFn) -> list[Task]:
         seconds = st.floats(0, 5)
         demands = tuple((name, draw(seconds)) for name in draw(st.sets(st.sampled_from("xyz"), max_size=3)))
         after = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
-        stage = Stage(f"{index}", COMPUTE, demands, draw(seconds))
+        stage = Stage(f"{index}", demands, draw(seconds))
         tasks.append(Task(stage, draw(st.sampled_from("abc")), tuple(after)))
     return tasks
 
@@ -105,28 +101,20 @@ def programs(draw: st.DrawFn) -> list[Task]:
 @given(programs())
 def test_no_schedule_breaks_these(tasks: list[Task]) -> None:
     """Streams keep their order, waits are kept, no resource does more than it can, and nothing is slower than one by one."""
-    spans = simulate(tasks)
+    all_ends = simulate(tasks)
     ends: dict[str, float] = {}
-    for one, span in zip(tasks, spans, strict=True):
-        assert span.end - span.start >= one.stage.latency + one.stage.work_s - 1e-6
-        assert span.start >= max([ends.get(one.stream, 0.0), *(spans[index].end for index in one.after)]) - 1e-6
-        ends[one.stream] = span.end
+    for one, end in zip(tasks, all_ends, strict=True):
+        ready = max([ends.get(one.stream, 0.0), *(all_ends[index] for index in one.after)])
+        assert end >= ready + one.stage.latency + one.stage.work_s - 1e-6
+        ends[one.stream] = end
     for resource in "xyz":
-        assert (
-            last(tasks)
-            >= sum(seconds for one in tasks for name, seconds in one.stage.demands if name == resource) - 1e-6
-        )
+        needed = sum(seconds for one in tasks for name, seconds in one.stage.demands if name == resource)
+        assert max(all_ends) >= needed - 1e-6
     # A wait for two resources may add up, but no more than all demands of all tasks.
-    assert (
-        last(tasks) <= sum(one.stage.latency + sum(seconds for _, seconds in one.stage.demands) for one in tasks) + 1e-6
-    )
+    in_turns = sum(one.stage.latency + sum(seconds for _, seconds in one.stage.demands) for one in tasks)
+    assert max(all_ends) <= in_turns + 1e-6
 
 
-def ends_of(tasks: list[Task]) -> dict[str, float]:
-    """Return when each task ends, by its stage and unit."""
-    return {f"{one.stage.name} {one.unit}": span.end for one, span in zip(tasks, simulate(tasks), strict=True)}
-
-
-def last(tasks: list[Task]) -> float:
-    spans: list[Span] = simulate(tasks)
-    return max(span.end for span in spans)
+def ends_of(tasks: list[Task], name: str) -> list[float]:
+    """Return when the tasks of that name end, in the order in which a rank issues them."""
+    return [end for one, end in zip(tasks, simulate(tasks), strict=True) if one.stage.name == name]

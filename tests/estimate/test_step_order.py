@@ -14,13 +14,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.estimate.cluster import GPUS, gpu_cluster, parse_rate
+from hf_zeropp.estimate.cluster import GPUS, gpu_cluster
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
-from hf_zeropp.estimate.simulation import KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage, simulate
-from hf_zeropp.estimate.step_order import step_tasks
-from hf_zeropp.estimate.step_time import SETTINGS, step_time
+from hf_zeropp.estimate.simulation import NETWORK, PROCESSOR, WITHIN, Stage, simulate
+from hf_zeropp.estimate.step_time import step_tasks, step_time
 from hf_zeropp.estimate.training_job import Job, Setup
+from hf_zeropp.estimate.unit_work import METHODS as STOCK_METHODS
 from hf_zeropp.estimate.unit_work import UnitWork
+from hf_zeropp.sizes import parse_rate
 
 pytestmark = pytest.mark.one_rank
 
@@ -128,13 +129,14 @@ def model() -> ModelShape:
     return ModelShape("recorded", (root, *(UnitShape(str(index), layer) for index in range(LAYERS))))
 
 
-def check_steps(settings: dict[str, Any] | None, method: str, micro_steps: int, learning_rate: float = 1e-3) -> None:
+def check_steps(settings: dict[str, Any] | None, micro_steps: int, learning_rate: float = 1e-3) -> None:
     """Compare predicted steps with recorded ones: under settings of this package, or with None of stock FSDP2.
 
     Bound: 0.08. The recorded step has operators that the estimate leaves out: sums of gradients, residual additions, fills. And
     the estimate counts the products of the vocabulary in both of its matrices, where one is an embedding that is read.
     """
     recording = record(settings, micro_steps, learning_rate)
+    method = None if settings is not None else STOCK_METHODS["FSDP2"]
     config = ZeroPPConfig.resolve(settings or {})
     setup = Setup(WORLD, PER_NODE, micro_steps, config=config, learning_rate=learning_rate)
     for network in NETWORKS:
@@ -152,23 +154,23 @@ def check_steps(settings: dict[str, Any] | None, method: str, micro_steps: int, 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_order_is_that_of_the_code(method: str, overlap: bool, micro_steps: int) -> None:
     """With the order of the other setting, steps of one micro-step at 100 Gbit/s and 2048 tokens differ by 0.09 to 0.22."""
-    check_steps(METHODS[method] | {"overlap": overlap}, SETTINGS, micro_steps)
+    check_steps(METHODS[method] | {"overlap": overlap}, micro_steps)
 
 
 def test_changed_words() -> None:
     """At 1e-5, which the estimate assumes. At larger rates random weights, which are recorded, change more than trained ones."""
-    check_steps({"preset": "exact"}, SETTINGS, 1, learning_rate=1e-5)
+    check_steps({"preset": "exact"}, 1, learning_rate=1e-5)
 
 
 @pytest.mark.thorough
 def test_gradients_kept_on_the_rank() -> None:
-    check_steps(NATIVE | {"qgz_accumulate": "rank"}, SETTINGS, 3)
+    check_steps(NATIVE | {"qgz_accumulate": "rank"}, 3)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_the_order_of_stock_fsdp2(micro_steps: int) -> None:
-    check_steps(None, "FSDP2", micro_steps)
+    check_steps(None, micro_steps)
 
 
 def test_two_units_with_cross_hops_beside() -> None:
@@ -178,17 +180,14 @@ def test_two_units_with_cross_hops_beside() -> None:
     and 6. Backward passes take 2 s, and end at 8 and 10. Reductions leave the node at 9 and 11, and cross until 12 and 15.
     """
 
-    def stage(kind: str, resource: str, seconds: float) -> Stage:
-        return Stage("", kind, ((resource, seconds),))
+    def stage(resource: str, seconds: float) -> Stage:
+        return Stage("", ((resource, seconds),))
 
-    first = (stage(WIRE, NETWORK, 2), stage(WIRE, WITHIN, 1))
-    reduce, across = (stage(KERNEL, PROCESSOR, 0), stage(WIRE, WITHIN, 1)), (stage(WIRE, NETWORK, 3),)
-    units = [
-        UnitWork(name, 1, 2, gather_first=first, reduce_last=reduce, all_reduce_last=across, ahead=1)
-        for name in ("0", "1")
-    ]
-    tasks = step_tasks(units, 1, 0, blocks=False)
-    ends = {f"{one.stage.name} {one.unit}": span.end for one, span in zip(tasks, simulate(tasks), strict=True)}
-    assert (ends["forward 0"], ends["forward 1"]) == pytest.approx((4, 6))
-    assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((8, 10))
-    assert ends["optimizer "] == pytest.approx(15)
+    reduce, across = (stage(PROCESSOR, 0), stage(WITHIN, 1)), (stage(NETWORK, 3),)
+    crossing, gather = (stage(NETWORK, 2),), (stage(WITHIN, 1),)
+    unit = UnitWork(1, 2, gather, crossing=crossing, reduce_last=reduce, all_reduce_last=across)
+    tasks = step_tasks([unit] * 2, 1, 0, blocks=False)
+    ends = [(task.stage.name, end) for task, end in zip(tasks, simulate(tasks), strict=True)]
+    assert [end for name, end in ends if name == "forward"] == pytest.approx([4, 6])
+    assert [end for name, end in ends if name == "backward"] == pytest.approx([8, 10])
+    assert ends[-1] == ("optimizer", pytest.approx(15))

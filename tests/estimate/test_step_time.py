@@ -12,15 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zeropp.config import PRESETS, ZeroPPConfig
+from hf_zeropp.estimate import step_time as timing
 from hf_zeropp.estimate.cluster import GPUS, Cluster, gpu_cluster
-from hf_zeropp.estimate.comparison import STOCK, Row, choices, compare, fastest, memory_of, recommended
+from hf_zeropp.estimate.comparison import (
+    SETTINGS,
+    STOCK,
+    Row,
+    choices,
+    compare,
+    fastest,
+    memory_of,
+    recommended,
+    resolved,
+)
 from hf_zeropp.estimate.memory_and_bytes import estimate, fsdp2, ours
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.simulation import simulate
-from hf_zeropp.estimate.step_order import ALL_REDUCE, CROSS, GATHER, MAIN, REDUCE
-from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, step_time, tasks_of
+from hf_zeropp.estimate.simulation import NETWORK, WITHIN, Task, simulate
+from hf_zeropp.estimate.step_time import ALL_REDUCE, CROSS, GATHER, MAIN, REDUCE, StepTime
 from hf_zeropp.estimate.training_job import Job, Setup
-from hf_zeropp.traffic import Bytes, total
+from hf_zeropp.estimate.unit_work import METHODS
 
 pytestmark = pytest.mark.one_rank
 
@@ -36,6 +46,7 @@ CONFIGS = {
     "exact": {"preset": "exact"},
     "gradients on the rank": {"qgz_accumulate": "rank"},
 }
+METHOD_NAMES = (*METHODS, *PRESETS)
 MODEL = ModelShape.of_count("350M")
 
 
@@ -46,9 +57,24 @@ def job(
     return Job(model, setup, gpu_cluster(GPUS["h100"], 16, 4, gbit * 1e9 / 8), 2048, **kwargs)
 
 
-def sent_in(one: Job, method: str) -> Bytes:
-    """Return what one rank receives in a step."""
-    return total(task.stage.traffic for task in tasks_of(one, method))
+def step_time(one: Job, name: str) -> StepTime:
+    """Return the prediction of a method by its name."""
+    return timing.step_time(*resolved(one, name))
+
+
+def tasks_of(one: Job, name: str) -> list[Task]:
+    """Return the tasks of a step of a method."""
+    return timing.tasks_of(*resolved(one, name), one.setup.micro_steps)
+
+
+def sent_in(one: Job, name: str) -> tuple[float, float]:
+    """Return the bytes that enter a node in a step from others, and those that move within it: of links' seconds and rates."""
+    seconds = {NETWORK: 0.0, WITHIN: 0.0}
+    for resource, demand in (demand for task in tasks_of(one, name) for demand in task.stage.demands):
+        seconds[resource] = seconds.get(resource, 0.0) + demand
+    cluster = one.cluster
+    # All ranks of a node share its network, and each has its own links within the node.
+    return seconds[NETWORK] * cluster.network.rate, seconds[WITHIN] * cluster.within.rate * cluster.ranks_per_node
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])
@@ -56,18 +82,16 @@ def sent_in(one: Job, method: str) -> Bytes:
 def test_bytes_are_those_that_a_run_predicts(name: str, micro_steps: int) -> None:
     """``ours`` counts with the functions by which a run predicts its traffic; test_estimate.py compares it with runs."""
     one = job(micro_steps=micro_steps, config=CONFIGS[name])
-    sent, line = sent_in(one, SETTINGS), ours(MODEL, one.setup)
-    # Counted are the bytes of one rank, and those of a node's N ranks.
-    assert 4 * sent.cross_node == pytest.approx(line.cross_node, rel=1e-9)
-    assert 4 * sent.intra_node == pytest.approx(line.intra_node, rel=1e-9)
+    line = ours(MODEL, one.setup)
+    assert sent_in(one, SETTINGS) == pytest.approx((line.cross_node, line.intra_node), rel=1e-9)
 
 
 def test_weights_that_are_kept_are_gathered_once() -> None:
     each_time = job(micro_steps=3, config={"qgz_accumulate": "rank"})
     kept = dataclasses.replace(each_time, setup=dataclasses.replace(each_time.setup, keeps_weights=True))
-    sent, line, before = sent_in(kept, SETTINGS), ours(MODEL, kept.setup), ours(MODEL, each_time.setup)
-    assert 4 * sent.cross_node == pytest.approx(line.cross_node, rel=1e-9) and line.cross_node == before.cross_node
-    assert 4 * sent.intra_node == pytest.approx(line.intra_node, rel=1e-9) and line.intra_node < before.intra_node
+    line, before = ours(MODEL, kept.setup), ours(MODEL, each_time.setup)
+    assert sent_in(kept, SETTINGS) == pytest.approx((line.cross_node, line.intra_node), rel=1e-9)
+    assert line.cross_node == before.cross_node and line.intra_node < before.intra_node
     assert line.gathered == pytest.approx(2 * MODEL.num_params, rel=0.01) and line.gathered > before.gathered
     assert step_time(kept, SETTINGS).step_s < step_time(each_time, SETTINGS).step_s
 
@@ -81,7 +105,7 @@ def test_flat_methods_send_what_a_ring_sends(micro_steps: int) -> None:
     # HSDP all-reduces over the Y nodes alone.
     for method in ("ZeRO-3", "FSDP2", "FSDP2 synced", "FSDP2 kept", "FSDP2 node", "HSDP", "DDP", "hpZ"):
         line = lines["FSDP2" if micro_steps == 1 and method == "FSDP2 synced" else method]
-        sent = 4 * sent_in(one, method).cross_node
+        sent, _ = sent_in(one, method)
         assert sent == pytest.approx(line.cross_node * (1 if method == "HSDP" else ring / least), rel=2e-3), method
         assert sent == pytest.approx(line.in_rings, rel=2e-3), method
 
@@ -90,7 +114,7 @@ def test_hsdp_with_one_rank_per_node_is_an_all_reduce() -> None:
     """Nothing is sharded then, and the gradients of all weights cross between the nodes."""
     setup = Setup(8, 1)
     one = Job(MODEL, setup, gpu_cluster(GPUS["h100"], 8, 1, 1e9), 2048)
-    hsdp, ddp = (sent_in(one, method).cross_node for method in ("HSDP", "DDP"))
+    (hsdp, _), (ddp, _) = (sent_in(one, method) for method in ("HSDP", "DDP"))
     assert hsdp == pytest.approx(ddp, rel=1e-3) and step_time(one, "HSDP").exposed > 0.5
 
 
@@ -98,9 +122,8 @@ def test_frozen_base_is_gathered_within_the_node_in_its_bits() -> None:
     model = ModelShape.of_count("350M").with_lora(8)
     for bits in (None, 8, 4):
         one = job(model, config={"frozen_bits": bits})
-        sent, line = sent_in(one, SETTINGS), ours(model, one.setup)
-        assert 4 * sent.cross_node == pytest.approx(line.cross_node, rel=1e-9)
-        assert 4 * sent.intra_node == pytest.approx(line.intra_node, rel=1e-9)
+        line = ours(model, one.setup)
+        assert sent_in(one, SETTINGS) == pytest.approx((line.cross_node, line.intra_node), rel=1e-9)
     # A packed base is decoded in every forward and backward pass: codes are read, and 16-bit weights are written.
     one = job(model, micro_steps=2, config={"frozen_bits": 4})
     decoding = [task for task in tasks_of(one, SETTINGS) if task.stage.name.startswith("decode frozen")]
@@ -111,7 +134,7 @@ def test_frozen_base_is_gathered_within_the_node_in_its_bits() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    method=st.sampled_from(method_names()),
+    method=st.sampled_from(METHOD_NAMES),
     micro_steps=st.integers(1, 3),
     gbits=st.tuples(st.floats(0.1, 4000), st.floats(0.1, 4000)),
     checkpointing=st.booleans(),
@@ -131,7 +154,7 @@ def test_bounds_and_monotony(method: str, micro_steps: int, gbits: tuple[float, 
 SMALL = ModelShape.of_count("60M")
 
 
-@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize("method", METHOD_NAMES)
 def test_alike_micro_steps_are_not_simulated_again(method: str) -> None:
     """The prediction of 8 micro-steps simulates 3 of them. The whole simulation says the same."""
     one = job(SMALL, micro_steps=8)
@@ -139,7 +162,7 @@ def test_alike_micro_steps_are_not_simulated_again(method: str) -> None:
 
 
 def whole_s(one: Job, method: str) -> float:
-    return max(span.end for span in simulate(tasks_of(one, method)))
+    return max(simulate(tasks_of(one, method)))
 
 
 def test_checkpointing_costs_one_forward_pass() -> None:
@@ -167,7 +190,7 @@ def test_405b_on_1024_gpus_takes_less_than_two_seconds() -> None:
     model = ModelShape.of_count("405B")
     setup = Setup(1024, 8, micro_steps=8)
     one = Job(model, setup, gpu_cluster(GPUS["h100"], 1024, 8, 400e9 / 8), 2048)
-    assert all(step_time(one, method).step_s > 0 for method in method_names())
+    assert all(step_time(one, method).step_s > 0 for method in METHOD_NAMES)
     assert time.process_time() - start < 2
 
 

@@ -14,12 +14,14 @@ import yaml
 
 from hf_zeropp import cli
 from hf_zeropp.config import PRESETS, ZeroPPConfig, is_enabled
-from hf_zeropp.estimate.cluster import GPUS, Cluster, Device, Link, parse_rate
-from hf_zeropp.estimate.step_time import method_names
+from hf_zeropp.estimate.cluster import GPUS, Cluster, Device, Link
+from hf_zeropp.estimate.unit_work import METHODS
 from hf_zeropp.measured_cluster import read_cluster
+from hf_zeropp.sizes import parse_rate
 
 pytestmark = pytest.mark.one_rank
 
+METHOD_NAMES = (*METHODS, *PRESETS)
 JOB = ["estimate", "350M", "--world", "16", "--ranks-per-node", "4"]
 CLUSTER = ["--network", "100gbit", "--gpu", "h100"]
 MEASURED = Cluster(
@@ -37,7 +39,7 @@ def test_table_of_every_method_in_80_columns(capsys: pytest.CaptureFixture, monk
     shown = run(capsys, *CLUSTER, "--accumulation", "8", "--batch-tokens", "2048")
     assert max(map(len, shown.splitlines())) <= 80 and "\N{HORIZONTAL ELLIPSIS}" not in shown
     rows = [line.strip() for line in shown.splitlines()]
-    for method in method_names():
+    for method in METHOD_NAMES:
         cells = next(row for row in rows if row.startswith(f"{method} ")).removeprefix(method).split()
         assert len(cells) == 6 and float(cells[0]) > 0 and cells[2].endswith("%"), method
     for word in ("Simulated, not measured", "85 Gbit/s attainable", "382 GB/s within", "50% of the peak"):
@@ -54,7 +56,7 @@ def test_json_says_that_it_is_simulated(capsys: pytest.CaptureFixture) -> None:
     assert answer["cluster"]["device"]["flops"] == 0.25 * GPUS["h100"].flops
     # With one micro-step there is nothing to synchronize before it, or to leave for later.
     left_out = ("FSDP2 synced", "ZeRO++ coalesced")
-    assert [row["method"] for row in answer["times"]] == [name for name in method_names() if name not in left_out]
+    assert [row["method"] for row in answer["times"]] == [name for name in METHOD_NAMES if name not in left_out]
     assert all(row["fits"] == (row["memory"] <= 1e9) for row in answer["times"])
     assert {row["fits"] for row in answer["times"]} == {True, False}
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from happens_before import Operation, Stream
 
 from hf_zeropp.estimate.cluster import Cluster
-from hf_zeropp.estimate.simulation import COMPUTE, PROCESSOR, WIRE, Stage, Task, simulate
+from hf_zeropp.estimate.simulation import PROCESSOR, Stage, Task, simulate
 from hf_zeropp.estimate.unit_work import StageMaker
 from hf_zeropp.traffic import Peers
 
@@ -160,16 +160,16 @@ def tasks_of(recording: Recording, cluster: Cluster, scale: Scale, *, orders_lau
             after |= {last_start} if last_start is not None and orders_launches else set()
             last_of[work.communicator], last_start = 2 * index + 1, 2 * index
         stage = _stage_of(work, stages, scale)
-        tasks.append(Task(Stage(f"start of {stage.name}", WIRE, ()), work.stream, tuple(sorted(after))))
+        tasks.append(Task(Stage(f"start of {stage.name}", ()), work.stream, tuple(sorted(after))))
         tasks.append(Task(stage, work.stream))
     return tasks
 
 
 def last_step_s(recording: Recording, tasks: list[Task]) -> float:
     """Simulate a recording of several steps, and return the seconds of the last, from the end of one optimizer to the next."""
-    spans = simulate(tasks)
+    ends = simulate(tasks)
     start, end = (
-        max(span.end for task, span in zip(tasks[: 2 * number], spans, strict=False) if task.stream == MAIN)
+        max(end_s for task, end_s in zip(tasks[: 2 * number], ends, strict=False) if task.stream == MAIN)
         for number in recording.steps[-2:]
     )
     return end - start
@@ -178,12 +178,13 @@ def last_step_s(recording: Recording, tasks: list[Task]) -> float:
 def _stage_of(work: Work, stages: StageMaker, scale: Scale) -> Stage:
     if work.operations:
         seconds = work.operations * scale.weights * scale.tokens / stages.cluster.device.flops
-        return Stage(work.name, COMPUTE, ((PROCESSOR, seconds),))
+        return Stage(work.name, ((PROCESSOR, seconds),))
     num_bytes = round(work.num_bytes * scale.weights)
     if work.peers is None:
-        return stages.kernel(work.name, num_bytes) if num_bytes else Stage(work.name, COMPUTE, ())
+        return stages.kernel(work.name, num_bytes) if num_bytes else Stage(work.name, ())
     if work.is_ring:
-        return stages.ring(work.name, num_bytes, work.peers)
+        (ring,) = stages.ring(work.name, num_bytes, work.peers)
+        return ring
     return stages.exchange(work.name, work.peers.bytes_of(num_bytes), work.peers)
 
 

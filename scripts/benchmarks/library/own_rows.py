@@ -23,8 +23,9 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.cluster import Cluster, Device, Link
 from hf_zeropp.estimate.memory_and_bytes import FSDP2, IN_NODE, KEPT
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.step_time import SETTINGS, step_time
+from hf_zeropp.estimate.step_time import step_time
 from hf_zeropp.estimate.training_job import BACKWARD_FLOPS, FORWARD_FLOPS, Job, Setup
+from hf_zeropp.estimate.unit_work import METHODS, Method
 from hf_zeropp.integrations.pretrained_shape import units_of
 from library.fitting import error, fit, misfit
 from library.network import UNLIMITED, bits_per_second
@@ -128,9 +129,9 @@ class OwnStudy:
         config = ZeroPPConfig.resolve(dict(variant.zeropp or {}))
         setup = Setup(cluster.world_size, per_node, micro_steps, config=config, fp32_reduce=variant.fp32_reduce)
         setup = dataclasses.replace(setup, keeps_weights=variant.keeps_weights and variant.zeropp is not None)
-        method = SETTINGS if variant.zeropp is not None else _method_of(variant)
+        method = _method_of(variant) if variant.zeropp is None else None
         # The ranks of a replica hold all of the model together, so under HSDP an optimizer has more to do.
-        copies = nodes if method == "HSDP" else 1
+        copies = nodes if method is not None and method.replicates else 1
         return step_time(Job(model, setup, cluster, tokens), method).step_s + copies * overhead_s
 
     def _compute(self, rate: str, micro_steps: int) -> tuple[float, float]:
@@ -172,10 +173,10 @@ class OwnStudy:
         return fit(cost, {"rate": start}, {})["rate"]
 
 
-def _method_of(variant: Variant) -> str:
+def _method_of(variant: Variant) -> Method:
     if variant.replicas == "nodes":
-        return "HSDP"
-    return KEPT if variant.keeps_weights else IN_NODE if variant.gathers_in_node else FSDP2
+        return METHODS["HSDP"]
+    return METHODS[KEPT if variant.keeps_weights else IN_NODE if variant.gathers_in_node else FSDP2]
 
 
 @functools.cache

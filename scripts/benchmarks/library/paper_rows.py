@@ -16,7 +16,7 @@ from hf_zeropp.estimate.cluster import ATTAINABLE_MEMORY, GPUS, NETWORK_LATENCY,
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.step_time import step_time
 from hf_zeropp.estimate.training_job import Job, Setup
-from hf_zeropp.estimate.unit_work import DEEPSPEED, Method
+from hf_zeropp.estimate.unit_work import DEEPSPEED, METHODS, Method
 from library.fitting import error, fit
 
 RANKS_PER_NODE = 16
@@ -132,15 +132,15 @@ def tflops(row: PaperRow, method: str, values: Parameters, world_size: int = WOR
     """Return the TFLOPs per GPU that the model predicts, counted as the paper counts."""
     job = _job(row.model, row.gbit, row.tokens, world_size, values)
     flops = COUNTED_FLOPS * job.model.num_params * row.tokens
-    return flops / step_time(job, method).step_s / 1e12
+    return flops / step_time(job, METHODS[method]).step_s / 1e12
 
 
 def technique_speedups(gbit: int, tokens: int, world_size: int, values: Parameters) -> dict[str, float]:
     """Return the speedup over ZeRO-3 of each technique alone, and of all three, for the model of 18 B."""
     job = _job("18B", gbit, tokens, world_size, values)
-    stock = step_time(job, "ZeRO-3").step_s
+    stock = step_time(job, METHODS["ZeRO-3"]).step_s
     alone = {name: stock / step_time(job, method).step_s for name, method in TECHNIQUES.items()}
-    return alone | {"all": stock / step_time(job, DEEPSPEED).step_s}
+    return alone | {"all": stock / step_time(job, METHODS[DEEPSPEED]).step_s}
 
 
 def _job(model: str, gbit: int, tokens: int, world_size: int, values: Parameters) -> Job:

@@ -1,23 +1,23 @@
-"""Show memory per rank and bytes per step: as a table, and as JSON."""
+"""Show memory, bytes and predicted step times: as tables, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from hf_zeropp.estimate.comparison import Row, fastest
 from hf_zeropp.estimate.memory_and_bytes import IN_NODE, KEPT, KINDS, SYNCED, THIS_PACKAGE, Estimate
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.training_job import Setup
-
-BYTE_UNITS = ("", "K", "M", "G", "T", "P")
-COUNT_UNITS = ("", "K", "M", "B", "T")
+from hf_zeropp.estimate.training_job import Job, Setup
+from hf_zeropp.sizes import COUNT_UNITS, PREFIXES, shorten
 
 
-def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
+def memory_table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     """Return a rich table with one column per method: memory per rank by kind, and bytes per node and step.
 
     Methods are the columns because all of them fit 80 characters; the kinds of memory would not. Each number has a unit of
@@ -53,7 +53,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
 
     # A dash for zero: most methods lack most kinds of memory, and the numbers that are there should stand out.
     def add_row(label: str, values: Iterable[float]) -> None:
-        result.add_row(label, *(shorten(value, BYTE_UNITS) if value else "-" for value in values))
+        result.add_row(label, *(shorten(value, PREFIXES) if value else "-" for value in values))
 
     result.add_row("Memory", style="italic")
     labels = {"frozen": "frozen base"} | ({"parameters": "adapters"} if model.frozen_units else {})
@@ -70,7 +70,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     return result
 
 
-def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[str, Any]:
+def memory_to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[str, Any]:
     """Return the model, the setup and all estimates in bytes, fit for JSON."""
     return {
         "model": {"name": model.name, "parameters": model.num_params, "trainable": model.num_trainable},
@@ -79,9 +79,51 @@ def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[
     }
 
 
-def shorten(number: float, units: Sequence[str]) -> str:
-    """Return three significant digits of ``number`` and its unit: "1.75G" for 1_749_600_000. Each unit is 1000 of the last."""
-    index = 0
-    while number >= 999.5 and index < len(units) - 1:  # from there on, three digits round to 1000
-        number, index = number / 1000, index + 1
-    return f"{number:.3g}{units[index]}"
+def time_table(job: Job, rows: Sequence[Row]) -> Table:
+    """Return a rich table with one row per method. It fits 80 columns."""
+    cluster, device = job.cluster, job.cluster.device
+    title = (
+        f"{job.model.name}: {job.setup.num_nodes} nodes x {cluster.ranks_per_node} {device.name}\n"
+        f"{cluster.network.rate * 8 / 1e9:.3g} Gbit/s attainable per node, {cluster.within.rate / 1e9:.3g} GB/s within, "
+        f"{job.tokens} tokens x {job.setup.micro_steps}"
+    )
+    share = f" ({device.flops / device.peak_flops:.0%} of the peak)" if device.flops != device.peak_flops else ""
+    limit = f"it fits if at most {device.memory / 1e9:.3g} GB"
+    caption = (
+        f"Simulated, not measured. Attainable: {device.flops / 1e12:.3g} TFLOP/s{share}.\n"
+        "Exposed: the share of a step in which a rank does not compute.\n"
+        f"GB/rank is without activations; {'its memory is unknown' if math.isinf(device.memory) else limit}."
+    )
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    result.add_column("predicted", no_wrap=True)
+    for name in ("step s", "tokens/s", "MFU", "exposed", "GB/rank", "fits"):
+        result.add_column(name, justify="right", no_wrap=True)
+    best = fastest(rows)
+    for row in rows:
+        cells = (
+            f"{row.time.step_s:.4g}",
+            shorten(row.time.tokens_per_s(job), COUNT_UNITS),
+            f"{row.time.mfu(job):.1%}",
+            f"{row.time.exposed:.0%}",
+            f"{row.memory / 1e9:.3g}",
+            "yes" if row.fits else "no",
+        )
+        result.add_row(row.method, *cells, style="bold" if row is best else None)
+    return result
+
+
+def times_to_json(job: Job, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the cluster and the predictions, fit for JSON."""
+    times = [
+        {
+            "method": row.method,
+            "step_s": row.time.step_s,
+            "tokens_per_s": row.time.tokens_per_s(job),
+            "mfu": row.time.mfu(job),
+            "exposed": row.time.exposed,
+            "memory": row.memory,
+            "fits": row.fits,
+        }
+        for row in rows
+    ]
+    return {"simulated": True, "cluster": dataclasses.asdict(job.cluster), "tokens": job.tokens, "times": times}
