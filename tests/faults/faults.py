@@ -12,19 +12,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from attack.place import enter_namespaces  # noqa: E402
 
-RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
-
 
 def main() -> int:
     args = _parse()
     enter_namespaces()
-    from attack.campaign import page, run_campaign, table
+    from attack.campaign import run_campaign, table
     from attack.fault import draw
 
     first = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     seeds = args.only or range(first, first + args.count)
     print(f"first seed {seeds[0]}", flush=True)
-    command = f"bash scripts/faults.sh --count {len(seeds)} --seed {seeds[0]} --workers {args.workers}"
     start = time.monotonic()
 
     def show(verdicts):
@@ -35,8 +32,6 @@ def main() -> int:
         )
         if args.only or not verdict.is_good:
             print(verdict, flush=True)
-        if args.page is not None:
-            args.page.write_text(page(verdicts, command, time.monotonic() - start))
 
     verdicts = run_campaign(seeds, args.workers, show)
     print(table(verdicts))
@@ -49,7 +44,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="of the first fault; a random one by default")
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these faults, with what each rank said")
     parser.add_argument("--workers", type=int, default=2, help="faults at a time")
-    parser.add_argument("--page", type=Path, help=f"write a page, such as {RESULTS.name}/faults.md; not in /tmp")
     return parser.parse_args()
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from attack.fault import BLOWS, CELLS, POINTS, draw
+from attack.fault import CELLS, draw
 from attack.place import why_impossible
 
 pytestmark = pytest.mark.thorough
@@ -30,10 +30,3 @@ def test_faults_end_in_time_and_resume_to_the_same_bits_and_leave_nothing():
     assert result.returncode == 0, result.stdout + result.stderr
     count = len(CHOSEN)
     assert f"| **all** |  | {count} | {count} | {count} | 0 | {count} | {count} |" in result.stdout
-
-
-def test_consecutive_seeds_go_through_all_kinds_of_faults():
-    faults = [draw(seed) for seed in range(len(CELLS))]
-    assert {(fault.blow, fault.point) for fault in faults} == set(CELLS)
-    assert {fault.blow for fault in faults} == set(BLOWS) and {fault.point for fault in faults} == set(POINTS)
-    assert [draw(seed) for seed in range(len(CELLS))] == faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-WORLD_SIZE, RANKS_PER_NODE = 4, 2
+WORLD_SIZE = 4
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 TRAINING = ("values", "deltas", "packed")
 """Jobs of four ranks; ``jobs.py`` says what each trains."""
@@ -15,14 +15,11 @@ BLOWS = {
     "stop": "SIGSTOP, for ever",
     "pause": "SIGSTOP, and SIGCONT after two seconds",
     "full disk": "no space is left on the disk of the checkpoints",
-    "read-only disk": "that disk is mounted read-only",
     "few descriptors": "the rank may open 0 to 5 more files (RLIMIT_NOFILE)",
-    "no shared memory": "the rank may write files of 0 to 4095 bytes (RLIMIT_FSIZE), memfds among them",
     "full /dev/shm": "no space is left in /dev/shm",
 }
 HARMLESS = ("pause", "full /dev/shm")
 """Blows after which every rank must go on."""
-NEEDS_MOUNT = ("full disk", "read-only disk")
 
 HOP_1, HOP_2 = "node hop", "cross hop"
 POINTS = {
@@ -40,9 +37,8 @@ _SAVES = ("full save", "sharded save")
 CELLS = (
     *((blow, point) for blow in ("kill", "stop") for point in _ANYWHERE),
     *(("pause", point) for point in (HOP_1, HOP_2, *_SAVES)),
-    *((blow, point) for blow in NEEDS_MOUNT for point in _SAVES),
+    *(("full disk", point) for point in _SAVES),
     *(("few descriptors", point) for point in ("sharing memory", HOP_2, *_SAVES, "packed loading")),
-    ("no shared memory", "sharing memory"),
     ("full /dev/shm", "installing"),
 )
 """Pairs of a blow and a point, one after the other in a campaign."""
@@ -61,7 +57,7 @@ class Fault:
         keep: how many checkpoints are kept (``save_total_limit``).
         rank: the struck rank.
         fraction: which call of the point is struck: 0 the first of the whole run, almost 1 the last.
-        spare: descriptors, or bytes of a file, that the rank has left.
+        spare: descriptors that the rank has left.
     """
 
     seed: int
@@ -87,8 +83,6 @@ def draw(seed: int) -> Fault:
     kind = {"full save": FULL, "sharded save": SHARDED}.get(point) or chance.choice((FULL, SHARDED))
     keep = 1 if point == "rotation" else chance.choice((1, 2))
     rank = 0 if point == "rotation" else chance.randrange(WORLD_SIZE)
-    if blow == "no shared memory":
-        rank -= rank % RANKS_PER_NODE  # the first rank of a node makes the memory
     return Fault(
         seed=seed,
         blow=blow,
@@ -98,5 +92,5 @@ def draw(seed: int) -> Fault:
         keep=keep,
         rank=rank,
         fraction=chance.random(),
-        spare=chance.randrange(6) if blow == "few descriptors" else chance.randrange(4096),
+        spare=chance.randrange(6),
     )

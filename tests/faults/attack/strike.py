@@ -15,7 +15,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,11 +40,11 @@ class Watch:
     """Counts the calls inside the points of the program, in this process.
 
     Args:
-        blow: called at the call with this number inside this point, again and again until it returns True.
+        blow: called at the call with this number inside this point, once.
     """
 
     def __init__(
-        self, point: str | None = None, number: int = 0, blow: Callable[[FrameType], bool] | None = None
+        self, point: str | None = None, number: int = 0, blow: Callable[[FrameType], None] | None = None
     ) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
         self._open: list[str] = []
@@ -70,8 +69,8 @@ class Watch:
         for point in set(self._open):
             self.counts[point] += 1
         if self._blow is not None and self._point in self._open and self.counts[self._point] >= self._number:
-            if self._blow(frame):
-                self._blow = None
+            blow, self._blow = self._blow, None
+            blow(frame)
 
 
 def watch_training(watch: Watch, kind: str) -> None:
@@ -108,55 +107,40 @@ class Blow:
     def __init__(self, fault: Fault, folder: Path, disk: Path) -> None:
         self._fault, self._note, self._disk = fault, folder / STRUCK, disk
 
-    def __call__(self, frame: FrameType) -> bool:
-        """Strike. Returns False where this moment does not allow it."""
+    def __call__(self, frame: FrameType) -> None:
+        """Strike."""
         act = getattr(self, "_" + "".join(letter if letter.isalnum() else "_" for letter in self._fault.blow))
         code = frame.f_code
         note = {"time": time.monotonic(), "pid": os.getpid(), "where": f"{Path(code.co_filename).name}:{code.co_name}"}
         # The note is written before: some blows are the last thing that a process does.
         self._note.write_text(json.dumps(note))
-        return act()
+        act()
 
-    def _kill(self) -> bool:
+    def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-        return True
 
-    def _stop(self) -> bool:
+    def _stop(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
-        return True
 
     _pause = _stop
 
-    def _full_disk(self) -> bool:
-        return _fill(self._disk)
+    def _full_disk(self) -> None:
+        _fill(self._disk)
 
-    def _full__dev_shm(self) -> bool:
-        return _fill(Path(SHM))
+    def _full__dev_shm(self) -> None:
+        _fill(Path(SHM))
 
-    def _read_only_disk(self) -> bool:
-        # The kernel refuses while a file is open for writing.
-        remount = ["mount", "-o", "remount,ro", str(self._disk)]
-        return subprocess.run(remount, capture_output=True, check=False).returncode == 0
-
-    def _few_descriptors(self) -> bool:
+    def _few_descriptors(self) -> None:
         # The limit is on numbers. Those between the ones in use are taken, so that what is closed from here on counts, whatever
         # its number is.
         used = {int(name) for name in os.listdir("/proc/self/fd")}
-        _limit(resource.RLIMIT_NOFILE, max(used) + 1 + self._fault.spare)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 1 + self._fault.spare, most))
         for _ in set(range(max(used))) - used:
             os.open(os.devnull, os.O_RDONLY)
-        return True
-
-    def _no_shared_memory(self) -> bool:
-        _limit(resource.RLIMIT_FSIZE, self._fault.spare)
-        return True
 
 
-def _limit(kind: int, soft: int) -> None:
-    resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1]))
-
-
-def _fill(folder: Path) -> bool:
+def _fill(folder: Path) -> None:
     with open(folder / FILLER, "wb", buffering=0) as file:
         for size in (1 << 16, 1 << 8, 1):
             try:
@@ -165,4 +149,3 @@ def _fill(folder: Path) -> bool:
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-    return True

@@ -35,7 +35,7 @@ PAUSE_S = 2.0
 _starting = threading.Lock()  # the fork server takes one request at a time
 # Words by which an error names the cause: its own, or a peer's.
 _CAUSE = re.compile(
-    r"Errno|os error|No space|Read-only|[Tt]oo many open|File too large|cannot be shared|[Tt]imed? ?out|by peer|"
+    r"Errno|os error|No space|[Tt]oo many open|cannot be shared|[Tt]imed? ?out|by peer|"
     r"[Cc]onnection (closed|reset|refused)|bytes are free|Bad file|exit code -9",
 )
 
