@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -77,6 +79,49 @@ def test_one_rank_that_cannot_map_is_an_error_on_its_whole_node():
     assert all("rank 1: no such memory" in error for error in errors[:2])
     assert all("rank 3: no such memory" in error for error in errors[2:])
     assert all("shared_memory=False" in error for error in errors)
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    if not hasattr(os, "memfd_create"):
+        pytest.skip("needs memfd (Linux)")
+    descriptor = node_memory._create(4096)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("size", [2048, 8192])
+def test_nobody_resizes_it(descriptor, size):
+    """A rank that reads a page behind the end would be killed with a SIGBUS."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, size)
+    assert node_memory._map(os.getpid(), descriptor, 4096)[:] == bytes(4096)
+
+
+def test_its_owner_alone_opens_it(descriptor):
+    assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    command = ["/bin/sh", "-c", f": < /proc/self/fd/{descriptor}"]
+    assert subprocess.run(command, pass_fds=[descriptor]).returncode == 0
+    other = subprocess.run(
+        command, pass_fds=[descriptor], user=65534, group=65534, extra_groups=[], capture_output=True, text=True
+    )
+    assert other.returncode != 0 and "denied" in other.stderr.lower()
+
+
+def test_nothing_else_is_mapped_in_its_place(descriptor, tmp_path):
+    """The first rank may have died, and another process have its number."""
+    unsealed = os.memfd_create("other")
+    os.ftruncate(unsealed, 4096)
+    (tmp_path / "file").write_bytes(bytes(4096))
+    file = os.open(tmp_path / "file", os.O_RDWR)
+    for opened, size in ((unsealed, 4096), (file, 4096), (descriptor, 8192)):
+        os.fchmod(opened, 0o600)
+        with pytest.raises(OSError):
+            node_memory._map(os.getpid(), opened, size)
+    os.close(unsealed)
+    os.close(file)
 
 
 def trained_weights(rank: int, shared_memory: bool = True) -> list[torch.Tensor]:

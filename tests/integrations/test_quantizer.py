@@ -1,15 +1,22 @@
-"""Transformers loads straight into packed weights, saves them, and reads them back."""
+"""Transformers loads straight into packed weights, saves them, reads them back, and refuses what is damaged or hostile."""
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import shutil
+import struct
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from frozen_runs import VOCAB, packed_copy, tiny_llama, tiny_mixtral, tokens
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_zeropp import ZeroPPQuantConfig
@@ -151,3 +158,168 @@ def test_a_packed_language_model_gets_a_new_head(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed", num_labels=3)
     assert type(model.score) is torch.nn.Linear and model.score.weight.std() > 0
     assert torch.equal(model.model(tokens()).last_hidden_state, packed.model(tokens()).last_hidden_state)
+
+
+# A packed checkpoint may be cut off, damaged, or made by an enemy.
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+class Bomb:
+    """An object whose pickle makes a folder when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    tiny_llama(num_hidden_layers=1).save_pretrained(folder / "dense")
+    config = ZeroPPQuantConfig(bits=4, pack_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=config)
+    model.save_pretrained(folder / "packed")
+    return folder / "packed"
+
+
+@pytest.fixture
+def packed(good: Path, tmp_path: Path) -> Path:
+    """A copy of a good checkpoint, to damage."""
+    return shutil.copytree(good, tmp_path / "packed")
+
+
+def store(folder: Path, tensors: dict[str, torch.Tensor], name: str = WEIGHTS) -> None:
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, metadata={"format": "pt"})
+
+
+def change(suffix: str, new: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        store(folder, tensors | {UP + suffix: new(tensors[UP + suffix])})
+
+    return damage
+
+
+def say(**quantization: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= quantization
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return damage
+
+
+def split(folder: Path, second: str = "model-2.safetensors") -> None:
+    """Store the head in a file of its own, which the index calls ``second``."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    in_second = [name for name in tensors if name.startswith("lm_head")]
+    store(folder, {name: tensors.pop(name) for name in in_second}, second)
+    store(folder, tensors, "model-1.safetensors")
+    weight_map = dict.fromkeys(tensors, "model-1.safetensors") | dict.fromkeys(in_second, second)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def cut_off(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-1000])
+
+
+def ask_for_all_memory(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", 2**62) + b"{}")
+
+
+def rename_a_pickle(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(folder.parent / "exploded")))
+
+
+def be_a_pickle(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder.parent / "exploded")))
+
+
+def name_a_pickle_in_the_index(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "weights.bin").write_bytes(pickle.dumps(Bomb(folder.parent / "exploded")))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {UP: "weights.bin"}}))
+
+
+def link_out(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder.parent / "elsewhere.safetensors")
+    (folder / WEIGHTS).symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+def climb_out(folder: Path) -> None:
+    split(folder, "../model-2.safetensors")
+
+
+def lose_a_file(folder: Path) -> None:
+    split(folder)
+    (folder / "model-2.safetensors").unlink()
+
+
+def hold_a_tensor_twice(folder: Path) -> None:
+    split(folder)
+    both = load_file(folder / "model-1.safetensors") | load_file(folder / "model-2.safetensors")
+    store(folder, both, "model-2.safetensors")
+
+
+def lose_scales(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    del tensors[UP + "_scales"]
+    store(folder, tensors)
+
+
+def rename_a_weight(folder: Path) -> None:
+    store(
+        folder, {name.replace(".up_proj", ".up_proj_new"): each for name, each in load_file(folder / WEIGHTS).items()}
+    )
+
+
+ATTACKS = {
+    cut_off: "model.safetensors' is cut off",
+    ask_for_all_memory: "model.safetensors' is cut off",
+    rename_a_pickle: "model.safetensors' is cut off",
+    be_a_pickle: "pytorch_model.bin' is not a safetensors file",
+    name_a_pickle_in_the_index: "weights.bin' is not a safetensors file",
+    link_out: "model.safetensors' leads out of its folder",
+    climb_out: "model-2.safetensors",
+    lose_a_file: "model-2.safetensors' cannot be opened",
+    hold_a_tensor_twice: "Both .*model-1.* and .*model-2.* hold",
+    lose_scales: "no file of the checkpoint holds .*weight_scales",
+    rename_a_weight: "does not fit",
+    change("_scales", lambda scales: scales.to(torch.int8)): "weight_scales is I8",
+    change("_scales", lambda scales: torch.full_like(scales, 255)): "weight_scales holds scales that are NaN",
+    change("_codes", lambda codes: codes[1:]): "These are not a weight in 4 bits",
+    say(bits=8): "not a weight in 8 bits",
+    say(skip="lm_head"): "skip must be",
+    # Transformers would fill the dense weight that is not there with random values.
+    say(skip=["lm_head"]): r"holds lm_head.weight_codes, but by config.json .* says skip=\['lm_head'\]",
+    say(pack_embeddings=False): r"weight_codes, but by config.json .* says skip=\[\] and pack_embeddings=False",
+}
+
+
+@pytest.mark.parametrize(("damage", "match"), ATTACKS.items(), ids=ATTACKS.values())
+def test_a_damaged_or_hostile_checkpoint_is_refused(packed, damage, match):
+    damage(packed)
+    with pytest.raises(ValueError, match=match):
+        AutoModelForCausalLM.from_pretrained(packed)
+    assert not (packed.parent / "exploded").exists()
+
+
+def test_a_checkpoint_in_two_files_is_read(packed):
+    split(packed)
+    AutoModelForCausalLM.from_pretrained(packed)
+
+
+def test_the_links_of_the_hub_cache_are_followed(packed):
+    snapshot, blobs = packed.parent / "models--a--b/snapshots/0123", packed.parent / "models--a--b/blobs"
+    shutil.copytree(packed, snapshot)
+    blobs.mkdir()
+    for file in snapshot.iterdir():
+        file.rename(blobs / file.name)
+        file.symlink_to(f"../../blobs/{file.name}")
+    AutoModelForCausalLM.from_pretrained(snapshot)

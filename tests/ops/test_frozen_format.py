@@ -243,6 +243,12 @@ def test_tensors_of_other_sizes_are_refused():
     codes, scales = frozen_format.pack(torch.zeros(4, 256), format)
     with pytest.raises(ValueError, match=r"frozen_unpack: expected codes of shape \(4, 256\).* got \(4, 128\)"):
         frozen_format.unpack(codes, scales, 512, format, torch.float32)
+    # A compiled kernel gets addresses, and would read what lies behind a tensor.
+    for other in (scales[:3], scales[:, :0]):
+        with pytest.raises(ValueError, match="expected scales of shape"):
+            frozen_format.unpack(codes, other, 256, format, torch.float32)
+        with pytest.raises(ValueError, match="expected scales of shape"):
+            frozen_format.matmul(torch.ones(1, 256), codes, other, 256, format)
     with pytest.raises(ValueError, match="frozen_matmul: expected at most 32 rows of x, got 33"):
         frozen_format.matmul(torch.zeros(33, 256), codes, scales, 256, format)
     with pytest.raises(ValueError, match="frozen_matmul: expected bias with 4 elements, got 3"):

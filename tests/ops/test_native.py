@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import hf_zeropp
 from hf_zeropp import ops
 from hf_zeropp.cli import environment_table
 from hf_zeropp.ops import kernels, native
@@ -71,6 +73,54 @@ def test_where_neither_the_library_nor_triton_runs_the_reference_does_with_one_w
         assert ops.compiled_kernels("cuda") is None
 
 
+CPU = native.library_path("cpu")
+needs_cpu_library = pytest.mark.skipif(CPU is None, reason="no CPU library in this install")
+
+
+@pytest.fixture
+def library_folder(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A package folder for libraries, empty, whose libraries are looked for anew."""
+    (tmp_path / "package/_libs").mkdir(parents=True)
+    monkeypatch.setattr(hf_zeropp, "__path__", [str(tmp_path / "package")])
+    native.cpu_library.cache_clear()
+    yield tmp_path / "package/_libs"
+    native.cpu_library.cache_clear()
+
+
+@needs_cpu_library
+def test_no_library_is_loaded_from_elsewhere_or_by_another_name(library_folder, tmp_path, monkeypatch):
+    for folder in (tmp_path, tmp_path / "_libs", tmp_path / "hf_zeropp/_libs"):
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(CPU, folder)
+    shutil.copy(CPU, library_folder / "libzeropp_cpu.evil.so")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert native.library_path("cpu") is None
+    shutil.copy(CPU, library_folder)
+    assert native.library_path("cpu") == str(library_folder / Path(CPU).name)
+
+
+@needs_cpu_library
+def test_a_link_out_of_the_package_is_not_loaded(library_folder, tmp_path):
+    shutil.copy(CPU, tmp_path / "elsewhere.so")
+    (library_folder / Path(CPU).name).symlink_to(tmp_path / "elsewhere.so")
+    library, reason = native.cpu_library()
+    assert library is None and "leads out of the package's folder" in reason
+
+
+@needs_cpu_library
+def test_a_package_that_an_installer_linked_as_a_whole_loads(library_folder, tmp_path, monkeypatch):
+    store = tmp_path / "store/hf_zeropp"
+    (store / "_libs").mkdir(parents=True)
+    shutil.copy(CPU, store / "_libs")
+    (store / "__init__.py").touch()
+    (library_folder / Path(CPU).name).symlink_to(store / "_libs" / Path(CPU).name)
+    (library_folder.parent / "__init__.py").symlink_to(store / "__init__.py")
+    monkeypatch.setattr(hf_zeropp, "__file__", str(library_folder.parent / "__init__.py"))
+    assert native.cpu_library()[1] is None
+
+
 DECIDE = """
 #include "cuda/devices.h"
 extern "C" int fit_of(const int* architectures, int count, int ptx, int toolkit, int device, int driver) {
@@ -116,7 +166,7 @@ def test_errors_of_cuda_come_back_as_exceptions_with_their_text():
         kernels.run(OPERATORS["quantize"], [torch.zeros(64), layout, 1], (1,), [out])
 
 
-@pytest.mark.skipif(native.library_path("cpu") is None, reason="no CPU library in this install")
+@needs_cpu_library
 def test_a_library_of_older_sources_is_found_out():
     operator = dataclasses.replace(OPERATORS["quantize"], name="quantize_5bit")
     kernels = ops.CompiledKernels(native.cpu_library()[0], "baseline")
@@ -124,14 +174,14 @@ def test_a_library_of_older_sources_is_found_out():
         kernels.run(operator, [torch.zeros(64), WireLayout([Segment(64, 8)], 64), 1], (1,), [torch.zeros(1)])
 
 
-@pytest.mark.skipif(native.library_path("cpu") is None, reason="no CPU library in this install")
+@needs_cpu_library
 def test_equal_layouts_are_copied_to_a_device_once():
     kernels = ops.CompiledKernels(native.cpu_library()[0], "baseline")
     layouts = [WireLayout([Segment(64, 8)], 64) for _ in range(2)]
     assert len({kernels._layout(layout, torch.device("cpu")) for layout in layouts}) == 1
 
 
-@pytest.mark.skipif(native.library_path("cpu") is None, reason="no CPU library in this install")
+@needs_cpu_library
 def test_threads_that_meet_a_layout_at_once_get_one_copy(monkeypatch):
     """The copy that one thread replaced would be freed while a kernel of the other thread still reads it."""
     kernels = ops.CompiledKernels(native.cpu_library()[0], "baseline")

@@ -143,6 +143,33 @@ def test_only_integrations_and_rollouts_import_hugging_face(name):
     assert {package_of(other) for other in imported_modules(MODULES[name])} & HUGGING_FACE == set()
 
 
+# No module can load a pickle, or run a file's code.
+
+PICKLES = {"pickle", "marshal", "dill", "cloudpickle", "joblib", "shelve"}
+
+
+def ways_to_run_code(tree: ast.Module) -> set[str]:
+    found = PICKLES & {package_of(name) for name in imported_modules(tree)}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        is_loader = package_of(name) in ("torch", "yaml", "numpy", "np") and "load" in name.rpartition(".")[2]
+        trusts = [word.value for word in call.keywords if word.arg == "trust_remote_code"]
+        if name in ("eval", "exec") or (is_loader and name != "yaml.safe_load"):
+            found.add(name)
+        found |= {"trust_remote_code" for value in trusts if ast.unparse(value) != "False"}
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_runs_code_from_files(name):
+    assert ways_to_run_code(MODULES[name]) == set()
+
+
+def test_the_search_for_such_modules_can_fail():
+    source = "import pickle\ntorch.load(x)\nyaml.unsafe_load(x)\neval(x)\nf(trust_remote_code=True)\nyaml.safe_load(x)"
+    assert len(ways_to_run_code(ast.parse(source))) == 5
+
+
 # Private names of other libraries: each is a seam, in the table of hf_zeropp.compat.
 
 
