@@ -166,10 +166,61 @@ def test_the_default_config_file_is_read_and_the_ranks_run_the_package(tmp_path,
     assert args.training_script_args == [word.format(script=script) for word in started]
 
 
-def test_a_config_file_of_words_shows_before_any_process_starts(tmp_path) -> None:
-    config = write_yaml(tmp_path / "config.yaml", "just words")
-    with pytest.raises(SystemExit, match="key: value"):
-        cli.main(["launch", "--config_file", config, "absent.py"])
+def under_fsdp(settings: dict) -> dict:
+    return {"fsdp_config": ACCELERATE["fsdp_config"] | settings}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_machines": 3}, "a multiple of num_machines=3"),
+        ({"distributed_type": "DEEPSPEED"}, "expected distributed_type: FSDP"),
+        ({"distributed_type": "MULTI_CPU"}, "starts one process with distributed_type: MULTI_CPU"),
+        ({"zeropp_confg": {}}, "unknown keys"),
+        ({"zeropp_config": {"qwz_bitz": 8}}, "Did you mean 'qwz_bits'"),
+        (under_fsdp({"zeropp": "exact"}), "'zeropp' stands under `fsdp_config:`"),
+        (under_fsdp({"fsdp_qwz_bits": 4}), "'qwz_bits' stands under `fsdp_config:`"),
+    ],
+)
+def test_a_job_without_its_settings_or_its_ranks_does_not_start(tmp_path, monkeypatch, change: dict, said: str) -> None:
+    (tmp_path / "script.py").touch()
+    config = write_yaml(tmp_path / "config.yaml", ACCELERATE | change)
+    start = mock.Mock(side_effect=AssertionError("a job was started"))
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", start)
+    monkeypatch.setattr("accelerate.commands.launch.simple_launcher", start)
+    with pytest.raises(SystemExit, match=said):
+        cli.main(["launch", "--config_file", config, str(tmp_path / "script.py")])
+
+
+def test_flags_and_variables_are_read_before_any_process_starts(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(launcher, "launch_command", mock.Mock(side_effect=AssertionError("a job was started")))
+    config = write_yaml(tmp_path / "config.yaml", ACCELERATE | {"zeropp_config": {}})
+    with pytest.raises(SystemExit, match="starts one process with --cpu"):
+        cli.main(["launch", "--config_file", config, "--cpu", "script.py"])
+    monkeypatch.setenv("ZEROPP_CONFIG_FILE", "z.yaml")
+    with pytest.raises(SystemExit, match="both ZEROPP_CONFIG_FILE"):
+        cli.main(["launch", "--config_file", config, "script.py"])
+    monkeypatch.delenv("ZEROPP_CONFIG_FILE")
+    monkeypatch.setenv("ZEROPP_QWZ_BITZ", "8")
+    with pytest.raises(SystemExit, match="Did you mean 'ZEROPP_QWZ_BITS'"):
+        cli.main(["launch", "--config_file", config, "script.py"])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("just words", "key: value"),
+        ("#" * 2**21, "more than 1048576 bytes"),
+        ("!!python/object/apply:os.mkdir [exploded]", "cannot read the config file"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_bad_config_file_shows_before_any_process_starts(tmp_path, monkeypatch, content: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(content)
+    with pytest.raises(SystemExit, match=said):
+        cli.main(["launch", "--config_file", "config.yaml", "absent.py"])
+    assert os.listdir() == ["config.yaml"]
 
 
 def test_env_tells_versions_kernels_and_settings(capsys, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Settings from every source. An error names the setting, what came, and what is valid: see tests/mistakes too."""
+"""Settings from every source. An error names the setting, what came, and what is valid."""
 
 import ast
 import dataclasses
@@ -102,6 +102,12 @@ def test_presets_are_defaults_with_a_name() -> None:
         ({"qwz_mode": "exact", "qwz_bits": 4}, ["qwz_bits (with qwz_mode 'exact')", "None", "4"]),
         ({"qgz_accumulator": None}, ["qgz_accumulator", "float32", "bfloat16", "None"]),
         ({"qgz_accumulate": "gpu"}, ["qgz_accumulate", "node", "rank", "'gpu'"]),
+        ({"qgz_bits": 2}, ["qgz_bits", str((*GRADIENT_BITS, None)), "got 2"]),
+        ({"qgz_until": 1.5}, ["qgz_until", "from 0 to 1", "got 1.5"]),
+        ({"hpz_size": 0}, ["hpz_size", "positive int or one of ('node', None)", "got 0"]),
+        ({"hpz_bits": 8}, ['hpz_bits is for qwz_mode="delta" alone']),
+        ({"frozen_bits": 2}, ["frozen_bits", "(8, 4, None)", "got 2"]),
+        ({"overlap": "yes"}, ["overlap", "true or false", "'yes'"]),
     ],
     ids=str,
 )
@@ -165,6 +171,9 @@ def test_a_deepspeed_file_is_translated(tmp_path) -> None:
         ({"zeropp_new_thing": None}, ["'zeropp_new_thing'", "Translated: zero_quantized_weights"]),
         ({"zero_quantized_gradients": {"enabled": True, "num_bits": 8}}, ["zero_quantized_gradients must be true or"]),
         ({"zero_hpz_partition_size": "8"}, ["zero_hpz_partition_size must be a positive int, got '8'"]),
+        ({"zeropp_loco_param": {"err_beta": 0.8}}, ["zeropp_loco_param", "error feedback"]),
+        ({"stage": 2, "zero_quantized_weights": True}, ["stage 3", "says stage 2"]),
+        ({}, ["turns no part of ZeRO++ on", "ZEROPP_ENABLED=0"]),
     ],
     ids=str,
 )
@@ -302,6 +311,42 @@ def test_files_that_hold_something_else_are_named(tmp_path, content: str) -> Non
             read(path)
 
 
-def test_a_variable_that_is_no_yaml_is_named() -> None:
-    with pytest.raises(ValueError, match="ZEROPP_QWZ_BITS='\\[8'"):
-        ZeroPPConfig.from_env({"ZEROPP_QWZ_BITS": "[8"})
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("zeropp_config:\nqwz_bits: 4", "'qwz_bits' stands at the top level .* Indent it"),
+        ("zero_optimization: {stage: 3}\nzeropp_config: {qwz_bits: 4}", "Remove one of them"),
+        ("preset: [paper]", "preset must be one of"),
+        ("qwz_bitz: 8", "Did you mean 'qwz_bits'"),
+        # What an enemy may have written: it takes no memory, calls nothing, and is not repeated in the message.
+        ("qgz_bits: 4\n" + "#" * 2**21, "more than 1048576 bytes"),
+        ("qgz_bits: " + "[" * 10**4, "nested too deeply"),
+        ("!!python/object/apply:os.mkdir [exploded]", "not valid YAML"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_files_whose_settings_cannot_be_in_force_are_refused(tmp_path, monkeypatch, content: str, match: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("z.yaml").write_text(content)
+    with pytest.raises(ValueError, match=match) as error:
+        ZeroPPConfig.from_file("z.yaml")
+    assert len(str(error.value)) < 1000 and not Path("exploded").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "match"),
+    [
+        ("ZEROPP_QWZ_BITS", "[8", "ZEROPP_QWZ_BITS='\\[8'"),
+        ("ZEROPP_QWZ_BITZ", "8", "Did you mean 'ZEROPP_QWZ_BITS'"),
+        ("ZEROPP_CONFIG_FILE", "gone.yaml", "'gone.yaml'.* Check the path"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, text: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ZeroPPConfig.from_env({variable: text})
+
+
+def test_the_switch_is_on_or_off(monkeypatch) -> None:
+    monkeypatch.setenv("ZEROPP_ENABLED", "maybe")
+    with pytest.raises(ValueError, match="ZEROPP_ENABLED must be one of .*'maybe'"):
+        config_module.is_enabled()

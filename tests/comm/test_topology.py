@@ -68,6 +68,7 @@ def nodes_of_hosts(
         ("aabb", 4, [2] * 4, "4"),
         ("aaab", "auto", [3, 3, 3, 1], "rank 0 says: LOCAL_WORLD_SIZE=3 must divide the world of 4"),
         ("aabb", "auto", [2, 2, 2, None], "rank 3 says: ranks_per_node"),
+        ("aabc", "auto", [2, 2, 1, 1], "rank 0 has 2, rank 2 has 1"),
     ],
 )
 def test_nodes_are_made_of_hosts(hosts, setting, local_sizes, outcome) -> None:
@@ -83,9 +84,18 @@ def test_one_rank_without_a_launcher_is_one_node(monkeypatch) -> None:
     assert detect_ranks_per_node("auto", 1) == 1
 
 
+@pytest.mark.parametrize("text", ["0", "two"])
+def test_a_size_that_is_no_number_of_ranks_is_refused(monkeypatch, text: str) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE={text} must divide the world of 4"):
+        detect_ranks_per_node("auto", 4)
+
+
 def test_hpz_size_follows_nodes_or_says_why_not() -> None:
     assert resolve_hpz_size("node", 4, 8) == 4
     assert resolve_hpz_size(None, 4, 8) is None
     assert [resolve_hpz_size(size, 4, 8) for size in (1, 2, 4, 8)] == [1, 2, 4, 8]
     with pytest.raises(ValueError, match="hpz_size=4 must divide the 6 ranks of a node"):
         resolve_hpz_size(4, 6, 12)
+    with pytest.raises(ValueError, match="hpz_size=3 must divide the world of 4"):
+        resolve_hpz_size(3, 2, 4)

@@ -337,9 +337,17 @@ def test_command_reads_a_config_from_disk(capsys: pytest.CaptureFixture, tmp_pat
     assert json.loads(capsys.readouterr().out)["model"]["parameters"] == model.num_parameters()
 
 
-def test_command_says_what_is_wrong() -> None:
-    with pytest.raises(SystemExit, match="hf-zeropp estimate: .*neither a parameter count"):
-        cli.main(["estimate", "no/such-model/anywhere", "--world", "8"])
+@pytest.mark.parametrize(
+    ("model", "world", "said"),
+    [
+        ("no/such-model/anywhere", "8", "neither a parameter count"),
+        ("0", "8", "positive parameter count"),
+        ("7B", "10", "8 ranks per node must divide the world of 10"),
+    ],
+)
+def test_command_says_what_is_wrong(model: str, world: str, said: str) -> None:
+    with pytest.raises(SystemExit, match=f"hf-zeropp estimate: .*{said}"):
+        cli.main(["estimate", model, "--world", world])
 
 
 @pytest.mark.parametrize("flag", ["--replicas", "--tensor-parallel", "--trainable", "--generate", "--within"])

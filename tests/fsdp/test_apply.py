@@ -1,4 +1,4 @@
-"""``apply_zeropp``: installs once, and goes with its model. tests/mistakes has what it refuses, on every rank."""
+"""``apply_zeropp``: installs once, goes with its model, and refuses on every rank what cannot work."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import expect_errors, run_ranks
+import torch.nn as nn
+from harness import each_refusal, expect_errors, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from toy import EXACT, Block, backward, full_gradients, make_lm, shard, tokens_of
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from toy import EXACT, POLICIES, Block, backward, full_gradients, make_lm, shard, tokens_of
 from two_nodes import on_four_ranks
 
-from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
+from hf_zeropp import ZeroPPConfig, apply_zeropp, generation_mode, get_handle
+from hf_zeropp import plan as plan_module
+from hf_zeropp.compat import MovedNameError
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.micro_steps import STEPS_UNTIL_REMINDER
 from hf_zeropp.fsdp.sharded_models import find_units
@@ -131,12 +134,121 @@ def scenario_replicas_within_nodes_are_let_through(rank: int) -> None:
 
 
 def scenario_a_refusal_leaves_the_model_as_it_was(rank: int) -> None:
-    """tests/mistakes has the words; here the same model is tried again with settings that all ranks have."""
+    """The same model is tried again with settings that all ranks have."""
     model = shard(make_lm())
     for settings in ({"qwz_bit": 8}, {"ranks_per_node": 3}, NODES | {"qwz_bits": 8 if rank != 2 else 4}):
         with pytest.raises(ValueError):
             apply_zeropp(model, settings)
     assert apply_zeropp(model, NODES).config.qwz_bits == 8
+
+
+def scenario_shardings_that_cannot_work(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "place"))
+
+    def replicas_of_one_block() -> nn.Module:
+        model = make_lm()
+        fully_shard(model.blocks[0], mesh=mesh)
+        return fully_shard(model, mesh=mesh["place"])
+
+    def one_block_resharded_to_a_part() -> nn.Module:
+        model = make_lm()
+        fully_shard(model.blocks[1], reshard_after_forward=2)
+        return fully_shard(model)
+
+    def within_another() -> nn.Module:
+        model = shard(make_lm())
+        apply_zeropp(model, NODES)
+        return model.blocks[0]
+
+    def apply(model: nn.Module, **settings: object) -> Callable[[], object]:
+        return lambda: apply_zeropp(model, NODES | settings)
+
+    across_nodes = mesh["node"]
+    each_refusal(
+        {
+            "found none": apply(make_lm()),
+            r"is sharded over ranks \[(0, 2|1, 3)\], expected all 4": apply(shard(make_lm(), mesh=across_nodes)),
+            r"is sharded over ranks \[(0, 1|2, 3)\], expected all 4": apply(shard(make_lm(), mesh=mesh["place"])),
+            "same mesh for all units": apply(replicas_of_one_block(), ranks_per_node=1),
+            "replicas whose gradients are not averaged": lambda: apply_zeropp(
+                shard(make_lm(), mesh=across_nodes), NODES, mesh=across_nodes
+            ),
+            r"unit blocks.1 .* reshard_after_forward=<int>": apply(one_block_resharded_to_a_part()),
+            "Call it once": apply(within_another()),
+        }
+    )
+
+
+def scenario_settings_that_the_model_cannot_have(rank: int) -> None:
+    offloaded = shard(make_lm(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model = shard(make_lm())
+    apply_zeropp(model, NODES)
+    deltas = NODES | {"qwz_mode": "delta"}
+    each_refusal(
+        {
+            "cannot change": lambda: apply_zeropp(model, {}),
+            "offloaded to the CPU": lambda: apply_zeropp(offloaded, deltas),
+            "hpz_size=4 spreads one copy": lambda: apply_zeropp(shard(make_lm()), deltas | {"hpz_size": 4}),
+        }
+    )
+
+
+def scenario_generation_without_zeropp_and_steps_inside_it(rank: int) -> None:
+    model = shard(make_lm())
+    with pytest.raises(ValueError, match="need a model under ZeRO"):
+        generation_mode(model).__enter__()
+    apply_zeropp(model, NODES)
+    backward(model, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with generation_mode(model), pytest.raises(RuntimeError, match="inside generation_mode"):
+        optimizer.step()
+
+
+def scenario_every_rank_names_the_one_that_differs(rank: int) -> None:
+    """In its settings, its variables, its libraries or its model. Without that, ranks would wait or mix up bytes."""
+    odd = rank == 2
+
+    def transposed() -> nn.Module:
+        model = make_lm()
+        if odd:
+            model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach().T.contiguous())
+        return model
+
+    def frozen() -> nn.Module:
+        model = make_lm()
+        model.head.requires_grad_(not odd)
+        return model
+
+    def apply(model: nn.Module, settings: object = NODES, policy: str = "fp32") -> Callable[[], object]:
+        return lambda: apply_zeropp(shard(model, POLICIES[policy]), settings)
+
+    def with_variable(name: str) -> None:
+        with mock.patch.dict(os.environ, {name: "0" if odd else "1"}):
+            apply(make_lm())()
+
+    def with_libraries(name: str, replacement: Callable[..., object]) -> None:
+        with mock.patch.object(plan_module, name, replacement):
+            apply(make_lm())()
+
+    def moved() -> None:
+        if odd:
+            raise MovedNameError("somelib has no such name")
+
+    each_refusal(
+        {
+            r"\('qwz_bits', 8\), rank 2 has \('qwz_bits', 4\)": apply(make_lm(), NODES | {"qwz_bits": 4 if odd else 8}),
+            "rank 2 says: .*gone.yaml": apply(make_lm(), "gone.yaml" if odd else NODES),
+            "rank 2 says: MovedNameError": lambda: with_libraries("check_seams", moved),
+            "versions: .* rank 2 has .*2.99": lambda: with_libraries("version_of", lambda _: "2.99" if odd else "2.13"),
+            "is_enabled: .* rank 2 has False": lambda: with_variable("ZEROPP_ENABLED"),
+            "checks_secondaries: .* rank 2 has False": lambda: with_variable("ZEROPP_CHECK"),
+            "units: rank 0 has nothing, rank 2 has .*blocks.2": apply(make_lm(depth=3 if odd else 2)),
+            r"rank 2 has unit blocks.1 with weight \(12, 27\)": apply(transposed()),
+            "rank 2 has .* torch.bfloat16": apply(make_lm().to(torch.bfloat16 if odd else torch.float32)),
+            "rank 2 has .* param_dtype torch.bfloat16": apply(make_lm(), policy="bf16" if odd else "fp32"),
+            "rank 2 has .* frozen": apply(frozen()),
+        }
+    )
 
 
 def scenario_switched_off_any_settings_do(rank: int) -> None:

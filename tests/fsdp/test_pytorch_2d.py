@@ -20,7 +20,7 @@ test_init_2d_transformer_shard_diff_dim                              shards_of_c
 test_meta_device_2d_init                                             materialized_later
 test_2d_process_group_init                                           groups_of_the_users_own
 test_hsdp_broadcast_across_replicas                                  weights_sent_to_other_replicas
-test_custom_hsdp_all_reduce_hook                                     hooks_on_reduced_gradients; tests/mistakes/rank_mistakes.py
+test_custom_hsdp_all_reduce_hook                                     hooks_on_reduced_gradients
 test_dp_state_dict_save_load, test_dp_tp_state_dict_save_load        state_dicts
 test_hsdp_tp_state_dict_save_load                                    replicas_beside_tensor_parallelism
 test_clip_grad_norm_2d                                               tests/fsdp/test_replicas.py, clipping; tests/fuzz/regressions

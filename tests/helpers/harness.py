@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pytest
 
 __all__ = ["Failure", "RankError", "Scenarios", "StartedRank", "StartedRanks", "announce", "each_case", "expect_errors"]
-__all__ += ["free_port", "run_ranks", "selected", "scenarios_of", "started_ranks"]
+__all__ += ["each_refusal", "free_port", "run_ranks", "selected", "scenarios_of", "started_ranks"]
 
 PRELOAD = [
     "torch",
@@ -177,6 +177,17 @@ def each_case(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
             check(case)
         except AssertionError as error:
             raise AssertionError(f"case {number} of {len(every)}, {case}: {error}") from error
+
+
+def each_refusal(actions: dict[str, Callable[[], object]]) -> None:
+    """Call every action, which must raise a ValueError that its key matches. Ranks use it as ``each_case``."""
+    import pytest
+
+    def check(pattern: str) -> None:
+        with pytest.raises(ValueError, match=pattern):
+            actions[pattern]()
+
+    each_case(actions, check)
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:

@@ -24,12 +24,12 @@ from accelerate_runs import (
     train,
     weights,
 )
-from harness import Scenarios, run_ranks, scenarios_of
+from harness import Scenarios, each_refusal, run_ranks, scenarios_of
 from torch.distributed.fsdp import FSDPModule
 from toy import logged_messages
 from transformers import LlamaForCausalLM
 
-from hf_zeropp import compat, get_handle
+from hf_zeropp import ZeroPPPlugin, compat, get_handle
 from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter
 from hf_zeropp.fsdp.sharded_models import find_units
 from hf_zeropp.fsdp.units import DefaultAllGather
@@ -198,10 +198,55 @@ def scenario_blocks_are_chosen_as_the_user_says(rank: int) -> None:
 
 
 def scenario_second_accelerator(rank: int) -> None:
-    """The same plugin, or none: tests/mistakes has another one, which Accelerate ignores without a word."""
+    """The same plugin, or none. Accelerate would ignore another one without a word."""
     accelerator = new_accelerator()
     Accelerator(fsdp_plugin=accelerator.state.fsdp_plugin)
     Accelerator()
+    with pytest.raises(ValueError, match="An Accelerator was built before"):
+        Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp=TWO_NODES))
+
+
+def scenario_other_engines_are_refused(rank: int) -> None:
+    def launched(**variables: str) -> None:
+        with mock.patch.dict(os.environ, variables):
+            ZeroPPPlugin()
+
+    each_refusal(
+        {
+            "expected fsdp_version=2, got 1": lambda: ZeroPPPlugin(fsdp_version=1),
+            "configured for FSDP1": lambda: launched(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1"),
+            "DeepSpeed exclude each other": lambda: launched(ACCELERATE_USE_DEEPSPEED="true"),
+        }
+    )
+
+
+def scenario_ranks_that_differ_are_named(rank: int) -> None:
+    """Without that, ranks would wait for others in collectives that these never come to."""
+
+    def switched_off_on_rank_1() -> None:
+        with mock.patch.dict(os.environ, ZEROPP_ENABLED=str(int(rank != 1))):
+            new_accelerator()
+
+    def frozen_on_ranks_2_and_3() -> None:
+        model = tiny_llama()
+        model.model.layers[0].requires_grad_(rank < 2)
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        new_accelerator().prepare(model, torch.optim.SGD(trainable, lr=0.1))
+
+    def handle_on_rank_0() -> None:
+        accelerator = new_accelerator()
+        model, _ = prepared(accelerator)
+        if rank == 0:
+            handle_of(accelerator, model)
+        model(input_ids=batch_of(rank, 0))
+
+    each_refusal(
+        {
+            r"on for ranks \[0, 2, 3\] and off for rank 1": switched_off_on_rank_1,
+            r"frozen ones are on ranks \[2, 3\], and none on ranks \[0, 1\]": frozen_on_ranks_2_and_3,
+            r"as rank 0, or in their first forward pass as ranks \[1, 2, 3\]": handle_on_rank_0,
+        }
+    )
 
 
 WORKS = Scenarios(4, scenarios_of(__name__), init=False)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from harness import run_ranks
+from accelerate.state import AcceleratorState
+from harness import each_refusal, run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_runs import (
     TWO_NODES,
@@ -22,7 +25,7 @@ from trainer_runs import (
     training_arguments,
     weights,
 )
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_zeropp import ZeroPPConfig, get_handle, traffic
 from hf_zeropp.integrations.launch.unmodified import put_in_force
@@ -180,6 +183,46 @@ def test_settings_may_stand_in_a_file(tmp_path):
     path.write_text(json.dumps({"qwz_bits": 4, "ranks_per_node": 2}))
     settings = run_ranks(settings_from_a_file, 2, str(tmp_path), str(path))[0]
     assert (settings["qwz_bits"], settings["ranks_per_node"]) == (4, 2)
+
+
+def refuse_what_would_have_no_effect(rank: int, folder: str) -> None:
+    def trainer_of(args: TrainingArguments, *callbacks: TrainerCallback) -> Trainer:
+        AcceleratorState._reset_state(reset_partial_state=False)
+        return Trainer(tiny_model(), args, train_dataset=token_data(), callbacks=[*callbacks])
+
+    def build(**arguments: Any) -> Callable[[], Trainer]:
+        return lambda: trainer_of(training_arguments(folder, **arguments), ZeroPPCallback())
+
+    def beside_deepspeed() -> None:
+        args = training_arguments(folder)
+        args.deepspeed = "zero3.json"
+        trainer_of(args, ZeroPPCallback())
+
+    def added_late() -> None:
+        trainer = build()()
+        trainer.add_callback(ZeroPPCallback())
+        trainer.train()
+
+    def without_callback() -> None:
+        put_in_force()
+        trainer_of(training_arguments(folder, None, fsdp_config={"zero_pp": {"preset": "exact"}}))
+
+    each_refusal(
+        {
+            "needs a model sharded by FSDP2, got fsdp=None": build(fsdp=None, fsdp_config=None),
+            "expected fsdp_version=2, got 1": build(fsdp_config={"version": 1, "sync_module_states": False}),
+            "ZeroPPCallback and DeepSpeed exclude each other": beside_deepspeed,
+            "unknown key 'zeropp_config' in fsdp_config": build(fsdp_config={"zeropp_config": {"preset": "exact"}}),
+            "'qwz_bits' stands in fsdp_config": build(fsdp_config={"qwz_bits": 4}),
+            "must be there when the Trainer is built": added_late,
+            "not passed to that trainer": lambda: ZeroPPCallback().attach(build()()),
+            "unknown key 'zero_pp' in fsdp_config": without_callback,
+        }
+    )
+
+
+def test_what_would_have_no_effect_is_refused(tmp_path):
+    run_ranks(refuse_what_would_have_no_effect, 2, str(tmp_path))
 
 
 def settings_without_callback(rank: int, folder: str, first_has_one: bool):
