@@ -11,8 +11,8 @@ import torch
 TESTS = Path(__file__).parent
 STYLE = TESTS / "style"
 
-# Test modules import helpers by name, and so do the ranks that helpers/harness.py starts.
-sys.path[:0] = [str(TESTS / "helpers"), str(TESTS)]
+# Test modules import helpers by name, and so do the ranks that helpers/harness.py starts. The fuzz has some of them.
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS), str(TESTS / "fuzz")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

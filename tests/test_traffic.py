@@ -74,6 +74,21 @@ def scenario_three_quarters_of_the_model(rank: int) -> None:
     assert sent[1] == sent[4]
 
 
+def scenario_half_of_the_model(rank: int) -> None:
+    """0.5 M (Y-1)/Y with INT4 deltas and 0.375 M with 2 bits, within 5 %, behind a step in which whole weights cross."""
+    for bits, share in ((4, 0.5), (2, 0.375)):
+        sent = set()
+        for micro_steps in (1, 4):
+            model = a_transformer()
+            handle = apply_zeropp(model, NODES | {"qwz_mode": "delta", "qwz_bits": bits})
+            steps(model, handle, rank, 1)
+            handle.traffic.reset()
+            steps(model, handle, rank, 2, micro_steps)
+            assert handle.traffic.counts == times(handle.predict(micro_steps), 2)
+            sent.add(handle.traffic.cross_node_bytes_per_step / (handle.traffic.model_bytes / 2))
+        assert len(sent) == 1 and share <= min(sent) <= 1.05 * share, (bits, sent)
+
+
 def scenario_the_model_is_counted_in_its_dtypes(rank: int) -> None:
     model = make_lm()
     numel = sum(param.numel() for param in model.parameters())
@@ -162,6 +177,7 @@ def scenario_optimizers_in_backward(rank: int) -> None:
 SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
+@pytest.mark.thorough("half_of_the_model")
 @SCENARIOS.parametrize
 def test_traffic(scenario):
     SCENARIOS.check(scenario)

@@ -1,6 +1,7 @@
 """``qgz_accumulate="rank"``: gradients stay on the rank at full size until the last micro-step, by FSDP2's own means.
 
-The yardsticks are stock FSDP2 under ``set_requires_gradient_sync(False)``, and the unsharded model.
+The yardsticks are stock FSDP2 under ``set_requires_gradient_sync(False)``, and the unsharded model. Bytes are counted in
+tests/integrations/test_accelerate.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from toy import (
 from two_nodes import in_both_ways
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.traffic import GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
 
 ON_RANK = {"qgz_accumulate": "rank", "qgz_intra_bits": None}
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
@@ -79,21 +79,6 @@ def scenario_equals_stock_without_synchronization(rank: int, overlap: bool) -> N
         compare(train_as_ours(model, handle, rank), train_as_stock(stock, rank), **tolerance)
 
 
-def scenario_every_dtype_quantized(rank: int, overlap: bool) -> None:
-    """One sum is quantized, and not each micro-step's gradients."""
-    for policy in POLICIES:
-        dtype = POLICIES[policy].reduce_dtype or torch.float32
-        for node_bits in (8, None):
-            model = shard(make_lm(), POLICIES[policy])
-            handle = apply(model, overlap, qgz_intra_bits=node_bits)
-            for steps in ((0,), (1, 2, 3)):
-                for step in steps:
-                    handle.set_last_micro_step(step == steps[-1])
-                    backward(model, rank, step)
-                check_gradients(model, make_lm(), rank, Reduction(node_bits, 4, 2, dtype), steps=steps, summed=True)
-                model.zero_grad()
-
-
 def scenario_both_ways_are_one_way(rank: int, overlap: bool) -> None:
     """A user who calls ``set_requires_gradient_sync`` himself gets the same bits, whether the handle is told or not."""
     results = []
@@ -111,37 +96,6 @@ def scenario_both_ways_are_one_way(rank: int, overlap: bool) -> None:
         results.append(_train(model, rank, COUNTS, tell))
     compare(results[1], results[0], rtol=0, atol=0)
     compare(results[2], results[0], rtol=0, atol=0)
-
-
-def scenario_weights_that_stay_after_forward_stay_for_all_micro_steps(rank: int, overlap: bool) -> None:
-    """A rank that has the memory gathers each unit once a step, with the same bits, and as predicted. Frozen units too."""
-    results, node_hops = [], []
-    for reshards in (True, False):
-        model = make_lm()
-        model.blocks[1].requires_grad_(False)
-        shard(model, reshard_after_forward=reshards)
-        handle = apply(model, overlap, shared_memory=False)
-        results.append(train_as_ours(model, handle, rank))
-        assert handle.traffic.counts[GATHER_NODE].calls == sum(
-            handle.predict(count)[GATHER_NODE].calls for count in COUNTS
-        )
-        node_hops.append(handle.traffic.counts[GATHER_NODE].calls)
-    compare(results[1], results[0], rtol=0, atol=0)
-    assert node_hops == [2 * sum(COUNTS) * len(handle.gathers), len(COUNTS) * len(handle.gathers)]
-
-
-def scenario_bytes_are_those_of_one_reduction(rank: int, overlap: bool) -> None:
-    for node_bits in (8, None):
-        model = shard(make_lm())
-        handle = apply(model, overlap, qgz_intra_bits=node_bits)
-        train_as_ours(model, handle, rank, (1,))
-        for micro_steps in (1, 3):
-            handle.traffic.reset()
-            train_as_ours(model, handle, rank, (micro_steps,))
-            counted, predicted = handle.traffic.counts, handle.predict(micro_steps)
-            for name in (REDUCE_NODE, REDUCE_CROSS):
-                assert counted[name] == predicted[name] == handle.predict(1)[name], (name, counted, predicted)
-            assert (handle.traffic.micro_steps, handle.traffic.steps) == (micro_steps, 1)
 
 
 def scenario_gradients_of_full_size_are_held(rank: int, overlap: bool) -> None:
@@ -195,17 +149,6 @@ def scenario_what_fsdp2_leaves_in_a_last_micro_step_is_refused_with_its_own_reme
     assert handle.partial_bytes() == 0
     check_gradients(model, make_lm(), rank, Reduction(None, 4, 2), steps=(0, 1))
     optimizer.step()
-
-
-def scenario_the_next_last_micro_step_reduces_what_fsdp2_left(rank: int, overlap: bool) -> None:
-    model = shard(make_lm())
-    model.call = functools.partial(checkpoint, use_reentrant=True)
-    handle = apply(model, overlap)
-    two_forward_passes_and_one_backward_pass(model, rank)
-    assert handle.partial_bytes() > 0
-    backward(model, rank, 2)
-    assert handle.partial_bytes() == 0
-    check_gradients(model, make_lm(), rank, Reduction(None, 4, 2), steps=(0, 1, 2), slack=3)
 
 
 def scenario_units_and_parameters_that_miss_the_last_micro_step(rank: int, overlap: bool) -> None:
@@ -262,9 +205,10 @@ def two_ranks_give_the_bits_of_stock(rank: int) -> None:
 
 
 test_accumulation_on_the_rank = pytest.mark.thorough(
-    "*blocking", "*every_dtype_quantized*", "*schedules_of_quantization*", "*units_that_no_pass_has_used_yet*"
+    "*blocking", "*schedules_of_quantization*", "*units_that_no_pass_has_used_yet*"
 )(in_both_ways(__name__))
 
 
+@pytest.mark.thorough
 def test_two_ranks_give_the_bits_of_stock():
     run_ranks(two_ranks_give_the_bits_of_stock, 2)

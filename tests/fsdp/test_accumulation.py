@@ -1,15 +1,19 @@
 """Gradient accumulation: one reduction across nodes per step, nothing of full size kept, nothing lost.
 
-Two nodes of two ranks; every scenario with overlapping and with blocking communication.
+Two nodes of two ranks; every scenario with overlapping and with blocking communication. Every short order of events on one
+rank is in test_pending_model.py. Programs in which gradients are read or dropped between micro-steps, and blocks are skipped or
+used twice, are in tests/fuzz/regressions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from toy import (
     EXACT,
     POLICIES,
@@ -20,14 +24,11 @@ from toy import (
     full_gradients,
     gathered_weights,
     local_gradients,
-    loss_of,
-    loss_without_head,
     make_lm,
     shard,
 )
-from two_nodes import REDUCTION, accumulate, apply, in_both_ways, raise_out_of_memory, reduction_in
+from two_nodes import REDUCTION, accumulate, apply, in_both_ways, reduction_in
 
-from hf_zeropp import ZeroPPHandle
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
 
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
@@ -42,125 +43,6 @@ def scenario_micro_steps_add_up(rank: int, overlap: bool) -> None:
             accumulate(model, handle, rank, steps)
             check_gradients(model, make_lm(), rank, reduction_in(policy), steps=steps)
             model.zero_grad()
-
-
-def scenario_with_one_rank_per_node(rank: int, overlap: bool) -> None:
-    model = shard(make_lm())
-    handle = apply(model, overlap, ranks_per_node=1)
-    accumulate(model, handle, rank, (0, 1, 2))
-    check_gradients(model, make_lm(), rank, Reduction(8, 4, 1), steps=(0, 1, 2))
-
-
-def scenario_a_look_at_gradients_completes_them(rank: int, overlap: bool) -> None:
-    """A gradient that is read between micro-steps is the true one, and accumulation continues after the read."""
-    model = shard(make_lm())
-    handle = apply(model, overlap, **UNQUANTIZED)
-    exact = Reduction(None, None, 2)
-    handle.set_last_micro_step(False)
-    backward(model, rank, 0)
-    assert handle.partial_bytes() > 0
-    check_gradients(model, make_lm(), rank, exact, steps=(0,))
-    assert handle.partial_bytes() == 0
-    accumulate(model, handle, rank, (1, 2))
-    check_gradients(model, make_lm(), rank, exact, steps=(0, 1, 2))
-
-
-def scenario_zero_grad_starts_over(rank: int, overlap: bool) -> None:
-    """Dropped micro-steps are gone, whichever way the gradients are dropped; also for a unit the rest skips."""
-    for drop in (lambda model, handle: model.zero_grad(), lambda model, handle: handle.discard_accumulated()):
-        model = shard(make_lm())
-        handle = apply(model, overlap)
-        accumulate(model, handle, rank, (0,))
-        model.zero_grad()
-        handle.set_last_micro_step(False)
-        for step in (5, 6):
-            backward(model, rank, step)
-        drop(model, handle)
-        accumulate(model, handle, rank, (1, 2))
-        check_gradients(model, make_lm(), rank, REDUCTION, steps=(1, 2))
-        model.zero_grad()
-        handle.set_last_micro_step(False)
-        backward(model, rank, 5)
-        drop(model, handle)
-        model.zero_grad()
-        check_skipping(model, handle, rank)
-
-
-def check_skipping(model, handle: ZeroPPHandle, rank: int) -> None:
-    """Only one block takes part from here on: the other has no gradient, or one of zeros."""
-    model.path = [0]
-    handle.set_last_micro_step(True)
-    backward(model, rank, 1)
-    left = model.blocks[1].up.weight.grad
-    model.path = [0, 1]
-    assert left is None or left.to_local().abs().sum() == 0
-
-
-def scenario_backward_that_raises_and_is_caught(rank: int, overlap: bool) -> None:
-    """As stock FSDP2: what was reduced before the error counts, and nothing counts twice."""
-    results = []
-    for ours in (True, False):
-        model = shard(make_lm(depth=3))
-        handle = apply(model, overlap, **UNQUANTIZED) if ours else None
-        if handle is not None:
-            handle.set_last_micro_step(False)
-        backward(model, rank, 0)
-        if handle is not None:
-            handle.set_last_micro_step(True)
-        hook = model.blocks[1].register_full_backward_pre_hook(raise_out_of_memory)
-        with pytest.raises(MemoryError):
-            backward(model, rank, 1)
-        hook.remove()
-        results.append(full_gradients(model))
-    for name, expected in results[1].items():
-        torch.testing.assert_close(results[0][name], expected, rtol=1e-5, atol=1e-7, msg=name)
-
-
-def scenario_a_block_skipped_in_the_last_micro_step(rank: int, overlap: bool) -> None:
-    """Stochastic depth: its accumulated gradient still arrives (for fp16, divided as FSDP2 divides)."""
-    for policy in POLICIES:
-        model = shard(make_lm(depth=3), POLICIES[policy])
-        handle = apply(model, overlap)
-        accumulate(model, handle, rank, (0,))
-        model.zero_grad()
-        handle.set_last_micro_step(False)
-        for step in (0, 1):
-            backward(model, rank, step)
-        handle.set_last_micro_step(True)
-        model.path = [0, 2]
-        backward(model, rank, 2)
-        model.path = [0, 1, 2]
-        reference = make_lm(depth=3, paths=[[0, 1, 2], [0, 1, 2], [0, 2]])
-        check_gradients(model, reference, rank, reduction_in(policy), steps=(0, 1, 2))
-        assert handle.partial_bytes() == 0
-
-
-def scenario_a_block_used_twice(rank: int, overlap: bool) -> None:
-    """It is reduced once per use, so the errors of two reductions add up."""
-    model, reference = shard(make_lm()), make_lm()
-    model.path = reference.path = [0, 1, 0]
-    handle = apply(model, overlap)
-    accumulate(model, handle, rank, (0, 1, 2))
-    # Twice the bound: two gradients, each of which may be as large as their sum, or larger where they cancel.
-    check_gradients(model, reference, rank, REDUCTION, steps=(0, 1, 2), slack=2.0)
-
-
-def scenario_parameters_without_gradient_now_and_then(rank: int, overlap: bool) -> None:
-    """A unit that is reduced as a whole, in part, and as a whole again: no micro-step is lost, none comes back."""
-    model = shard(make_lm())
-    handle = apply(model, overlap)
-    accumulate(model, handle, rank, (0,))
-    for drop in (False, True):
-        model.zero_grad()
-        handle.set_last_micro_step(False)
-        backward(model, rank, 0)
-        if drop:
-            model.zero_grad()
-        backward(model, rank, 1, loss_without_head)
-        handle.set_last_micro_step(True)
-        backward(model, rank, 2)
-        steps, losses = (0, 1, 2), (loss_of, loss_without_head, loss_of)
-        check_gradients(model, make_lm(), rank, REDUCTION, steps=steps[drop:], loss=losses[drop:])
 
 
 def scenario_divide_factors_that_change(rank: int, overlap: bool) -> None:
@@ -279,10 +161,58 @@ def scenario_progress_turns_quantization_off(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(), rank, quantized, steps=(0, 1))
 
 
+BF16 = {"qgz_accumulator": "bfloat16"}
+UNIT = 2.0**-8
+"""An error of rounding to nearest in bf16 is at most this part of the sum."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded(Reduction):
+    """A reduction whose partial sums are rounded after each micro-step but the last."""
+
+    def bound(self, gradients: torch.Tensor) -> float:
+        roundings = len(gradients) - 1
+        sums = gradients.abs().flatten(2).amax(2).sum().item()
+        return super().bound(gradients) * (1 + roundings * UNIT) + roundings * UNIT * sums * (1 + roundings * UNIT)
+
+
+def scenario_partial_sums_in_bf16_are_within_their_bound(rank: int, overlap: bool) -> None:
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    cases = [(policy, {}, (8, 4, 2), {}) for policy in POLICIES]
+    cases += [(policy, {"qgz_bits": None, "qgz_intra_bits": None}, (None, None, 2), {}) for policy in POLICIES]
+    cases += [("fp32", {"hpz_size": None}, (8, 4, 2), {}), ("fp32", {"ranks_per_node": 1}, (8, 4, 1), offload)]
+    for policy, settings, reduction, arguments in cases:
+        model = shard(make_lm(), POLICIES[policy], **arguments)
+        handle = apply(model, overlap, **BF16, **settings)
+        dtype = POLICIES[policy].reduce_dtype or torch.float32
+        for steps in ((0,), (1, 2, 3)):
+            accumulate(model, handle, rank, steps)
+            check_gradients(model, make_lm(), rank, Rounded(*reduction, dtype), steps=steps)
+            model.zero_grad()
+
+
+def scenario_partial_sums_in_bf16_are_the_same_in_every_run_and_way(rank: int, overlap: bool) -> None:
+    """And half of the bytes are held."""
+    found, held = [], []
+    ways = ({}, {}, {"overlap": not overlap}, {"shared_memory": False}, {"qgz_accumulator": "float32"})
+    for settings in ways:
+        model = shard(make_lm())
+        handle = apply(model, overlap, **(BF16 | settings))
+        handle.set_last_micro_step(False)
+        backward(model, rank, 0)
+        held.append(handle.partial_bytes())
+        accumulate(model, handle, rank, (1, 2))
+        found.append(full_gradients(model))
+    *in_bf16, in_fp32 = found
+    assert all(torch.equal(again[name], in_bf16[0][name]) for again in in_bf16 for name in again)
+    assert not all(torch.equal(in_fp32[name], in_bf16[0][name]) for name in in_fp32)
+    assert held == [held[0]] * 4 + [2 * held[0]] and held[0] > 0
+
+
 test_accumulation = pytest.mark.thorough(
     "*blocking",
+    "*partial_sums_in_bf16_are_within*",
     "*divide_factors_that_change*",
-    "*a_block_*",
     "*predictions_follow_gradient_hooks*",
     "*full_gradients_that_fsdp2_keeps*",
 )(in_both_ways(__name__))

@@ -5,8 +5,7 @@ Every program runs under stock FSDP2 and under ZeRO++ without quantization, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp.weights.schedule import GatherSchedule
-from hf_zeropp.fsdp.weights.weight_decisions import Entrance, WeightDecisions
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
 
@@ -183,40 +181,6 @@ def scenario_the_other_half_of_a_container_in_a_backward_pass(rank: int) -> None
 
 
 test_losses_are_those_of_stock = pytest.mark.thorough("*another_model_in_a_backward_pass*")(on_four_ranks(__name__))
-
-
-def entrances(model: nn.Module) -> dict[str, Entrance]:
-    named = dict(model.named_modules())
-    return {name: Entrance(name, frozenset(module.modules())) for name, module in named.items()}
-
-
-@pytest.mark.parametrize(
-    "left, entered, asks",
-    [
-        (["0"], "0", True),
-        (["0", "0.0"], "0", True),
-        (["0"], "1", True),
-        (["", "0", "0.0"], "0.1", False),  # only the innermost pass is known to have ended
-        ([""], "1", False),
-    ],
-)
-def test_which_passes_were_left(left: Sequence[str], entered: str, asks: bool):
-    """``left`` were entered, one inside of the other. The next one asks anew unless it may lie within one of them."""
-    model = nn.Sequential(nn.Sequential(nn.Identity(), nn.Identity()), nn.Sequential(nn.Identity()))
-    asked, decisions = [], WeightDecisions.__new__(WeightDecisions)
-    run = SimpleNamespace(schedule=GatherSchedule("cpu", overlaps=True))
-    questions = SimpleNamespace(tells_node=False, note=lambda ran: None)
-    vars(decisions).update(_entered=[], gathers=[], is_generating=False, _run=run, _questions=questions)
-    decisions._agree = lambda *args, **kwargs: asked.append(args[1])  # type: ignore[method-assign]
-    decisions._may_part = lambda: False  # type: ignore[method-assign]
-    places = entrances(model)
-    for name in left:
-        decisions.enter_forward(places[name])
-    asked.clear()
-    decisions.enter_forward(places[entered])
-    assert bool(asked) == asks
-    decisions.leave_forward(places[entered])
-    decisions.leave_forward(places[entered])  # a pass that was left may be told of twice
 
 
 class Due:

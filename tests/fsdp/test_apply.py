@@ -263,35 +263,6 @@ def scenario_switched_off_any_settings_do(rank: int) -> None:
     assert not handle.is_active and len(model._forward_pre_hooks) == num_hooks
 
 
-def scenario_a_micro_step_is_one_backward_pass(rank: int) -> None:
-    """Also where it has two forward passes behind it, and where it skips the first unit."""
-    model = Blocks()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    handle = apply_zeropp(model)
-    x = torch.ones(2, 8)
-    (model(x) + model(2 * x)).sum().backward()
-    assert handle.traffic.micro_steps == 1
-    model.path = [1]
-    model(x).sum().backward()
-    assert handle.traffic.micro_steps == 2
-
-
-class Blocks(torch.nn.Module):
-    """Its root holds no parameters, so its first unit is a block, which a pass may skip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
-        self.path = [0, 1]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.path:
-            x = self.blocks[index](x)
-        return x
-
-
 def scenario_torch_compiled_or_not(rank: int) -> None:
     model = shard(make_lm())
     handle = apply_zeropp(torch.compile(model, backend="eager"), NODES)
@@ -442,23 +413,3 @@ def backward_once(rank: int) -> None:
 def test_a_new_process_group_gets_new_groups():
     for old, new in run_ranks(run_other_gloo_world, 4):
         assert old != new
-
-
-def many_models(rank: int) -> list[int]:
-    """Train ten models, one after the other. Return the number of threads after each."""
-    counts = []
-    for seed in range(10):
-        model = shard(make_lm(seed))
-        apply_zeropp(model, NODES)
-        backward(model, rank)
-        del model
-        gc.collect()
-        counts.append(len(os.listdir("/proc/self/task")))
-    return counts
-
-
-@pytest.mark.thorough
-def test_threads_go_with_their_model():
-    """A thread that every model leaves adds seven to the third count. A thread may still be ending when it is counted."""
-    for counts in run_ranks(many_models, 4):
-        assert max(counts) - counts[2] < 4, counts

@@ -1,4 +1,4 @@
-"""Cross hops on streams beside node hops, on real gloo ranks that take the ways for GPUs: the same bits, one order of calls.
+"""Cross hops on streams beside node hops, on real gloo ranks that take the ways for GPUs: the same bits, one order, no memory.
 
 That no two streams touch the same memory unordered is looked at in test_happens_before.py.
 """
@@ -6,20 +6,26 @@ That no two streams touch the same memory unordered is looked at in test_happens
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from happens_before.clocks import Timeline
 from happens_before.memory import Memory
 from happens_before.replaced import has_streams, replaced, streams_of_torch
 from harness import run_ranks
 from toy import POLICIES, backward, full_weights, loss_without_head, make_lm, shard, tokens_of
+from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm.hop import Hop
+from hf_zeropp.comm.two_hops import TwoHopReduce
+from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.weights.freshness import Change
 
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
@@ -95,48 +101,44 @@ def test_streams_change_no_bit():
 
 def calls_of_a_forward_pass(rank: int, overlap: bool) -> list[str]:
     calls = []
+    original = Hop._start
+
+    def noted(hop: Hop, *args: Any) -> Any:
+        calls.append("cross" if "across" in hop.name else "node")
+        return original(hop, *args)
+
     with as_on_a_gpu():
         model = shard(make_lm(depth=3))
         apply_zeropp(model, {"ranks_per_node": 2, "overlap": overlap})
-        original = Hop._start
-
-        def noted(hop: Hop, *args: Any) -> Any:
-            calls.append("cross" if "across" in hop.name else "node")
-            return original(hop, *args)
-
-        Hop._start = noted
-        with torch.no_grad():
+        with mock.patch.object(Hop, "_start", noted), torch.no_grad():
             model(tokens_of(rank))
     return calls
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_cross_hop_is_called_one_unit_ahead_and_not_more(overlap):
+def scenario_a_cross_hop_is_called_one_unit_ahead_and_not_more(rank: int) -> None:
     """NCCL starts collectives in the order of calls. One that is called too early would hold up the node hops behind it.
 
     Where nothing overlaps, all of them end before the first node hop.
     """
-    one_by_one = ["cross"] * 4 + ["node"] * 4
+    assert calls_of_a_forward_pass(rank, False) == ["cross"] * 4 + ["node"] * 4
     ahead = ["cross", "cross", "node", "cross", "node", "cross", "node", "node"]
-    for calls in run_ranks(calls_of_a_forward_pass, 4, overlap):
-        assert calls == (ahead if overlap else one_by_one)
+    assert calls_of_a_forward_pass(rank, True) == ahead
 
 
-def nodes_with_different_layers(rank: int, mode: str) -> tuple[list[str], list[str]]:
-    """Let nodes use different layers in an evaluation with new weights, and train on."""
+def nodes_with_different_layers(rank: int, mode: str) -> list[str]:
+    """Let nodes use different layers in an evaluation with new weights, and train on. Return the calls of cross hops."""
     calls = []
-    with as_on_a_gpu():
+    original = Hop.all_gather
+
+    def noted(hop: Hop, output: torch.Tensor, wire: torch.Tensor, sent: Any = ()) -> Any:
+        if "across" in hop.name or "whole" in hop.name:
+            calls.append(f"{hop.name}: {output.numel() if mode == 'values' else 'some'}")
+        return original(hop, output, wire, sent)
+
+    with as_on_a_gpu(), mock.patch.object(Hop, "all_gather", noted):
         model = shard(make_lm(depth=3))
         handle = apply_zeropp(model, {"ranks_per_node": 2, "qwz_mode": mode})
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        original = Hop.all_gather
-
-        def noted(hop: Hop, output: torch.Tensor, wire: torch.Tensor, sent: Any = ()) -> Any:
-            if "across" in hop.name or "whole" in hop.name:
-                calls.append(f"{hop.name}: {output.numel() if mode == 'values' else 'some'}")
-            return original(hop, output, wire, sent)
-
-        Hop.all_gather = noted
         for step in range(3):
             model.path = [0, 1, 2]
             handle.set_last_micro_step(True)
@@ -146,14 +148,106 @@ def nodes_with_different_layers(rank: int, mode: str) -> tuple[list[str], list[s
             model.path = [2] if rank < 2 else [1, 0]
             with torch.no_grad():
                 model(tokens_of(rank))
-        return calls, [gather.unit.name for gather in handle.gathers if gather.copy.freshness.change() != Change.NONE]
+        assert all(gather.copy.freshness.change() == Change.NONE for gather in handle.gathers)
+    return calls
 
 
-@pytest.mark.parametrize("mode", ["values", "exact"])
-def test_nodes_may_use_different_layers(mode):
+def scenario_nodes_may_use_different_layers(rank: int) -> None:
     """The cross hops of a pass are called in one order, and all of them, whatever layers a node uses."""
-    calls = run_ranks(nodes_with_different_layers, 4, mode)
-    assert all(own == calls[0] for own in calls)
-    assert calls[0][1] == []
-    if mode == "values":
-        assert len(calls[0][0]) == 4 * 4  # the units of four passes with new weights
+    for mode in ("values", "exact"):
+        calls = nodes_with_different_layers(rank, mode)
+        of_ranks: list[Any] = [None] * 4
+        dist.all_gather_object(of_ranks, calls)
+        assert all(own == calls for own in of_ranks)
+        assert mode == "exact" or len(calls) == 4 * 4  # the units of four passes with new weights
+
+
+# A reduction under way holds no memory but its wire buffers: neither the gradient of the whole unit nor partial sums.
+
+WAYS = {
+    "behind each other": {},
+    "behind each other, nodes of one rank": {"ranks_per_node": 1},
+    "blocking": {"overlap": False},
+}
+
+
+class SeenTensors:
+    """Weak references to the tensors that reductions got and made, and a list of those that lived longer than they should.
+
+    Attributes:
+        num_seen: how much of each kind was looked at.
+        kept: the kinds of those that were still there.
+    """
+
+    def __init__(self) -> None:
+        self.num_seen = {"flat gradient": 0, "partial sums": 0}
+        self.kept: list[str] = []
+        self._made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def note(self, kind: str, tensor: torch.Tensor) -> None:
+        """A reduction has got or made it."""
+        self.num_seen[kind] += 1
+        self._made.append((kind, weakref.ref(tensor)))
+
+    def look(self, *kinds: str) -> None:
+        """All of these kinds must be gone by now."""
+        self.kept += [kind for kind, one in self._made if kind in kinds and one() is not None]
+        self._made = [(kind, one) for kind, one in self._made if kind not in kinds]
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[SeenTensors]:
+    """Give reductions flat gradients that nothing else holds, and look when a call returns and when a cross hop ends."""
+    memory = SeenTensors()
+    call = ZeroPPReduceScatter.__call__
+    start_cross_hop, finish = TwoHopReduce.start_cross_hop, TwoHopReduce.finish
+
+    def watched_call(
+        reduce: ZeroPPReduceScatter, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any
+    ) -> None:
+        flat = input_tensor.clone()
+        memory.note("flat gradient", flat)
+        given = [flat]
+        del flat
+        call(reduce, output_tensor, given.pop(), **kwargs)
+        memory.look("flat gradient")
+
+    def watched_start(hops: TwoHopReduce, layouts: Any, partial: Any, flight: Any = None) -> Any:
+        if partial is not None and flight is not None:
+            memory.note("partial sums", partial)
+        return start_cross_hop(hops, layouts, partial, flight)
+
+    def watched_finish(*args: Any) -> None:
+        memory.look("partial sums")
+        finish(*args)
+
+    with (
+        mock.patch.object(ZeroPPReduceScatter, "__call__", watched_call),
+        mock.patch.object(TwoHopReduce, "start_cross_hop", watched_start),
+        mock.patch.object(TwoHopReduce, "finish", watched_finish),
+    ):
+        yield memory
+
+
+def accumulate(rank: int, settings: dict[str, Any]) -> None:
+    """Two steps of two micro-steps. In the second step the root has no gradient of its head."""
+    model = shard(make_lm(depth=3))
+    handle = apply_zeropp(model, {"ranks_per_node": 2} | settings)
+    for step in range(2):
+        for is_last in (False, True):
+            handle.set_last_micro_step(is_last)
+            backward(model, rank, step, *([loss_without_head] if step else []))
+        model.zero_grad()
+
+
+def scenario_a_reduction_under_way_holds_nothing_but_its_wires(rank: int) -> None:
+    """A reduction is a generator, and a suspended generator keeps its variables."""
+    for name, settings in WAYS.items():
+        for device in (contextlib.nullcontext, as_on_a_gpu):
+            with device(), watched() as memory:
+                accumulate(rank, settings)
+            assert memory.kept == [], (name, device, memory.kept)
+            assert all(memory.num_seen.values()), (name, memory.num_seen)
+
+
+test_hops = on_four_ranks(__name__)

@@ -12,11 +12,9 @@ import pytest
 import torch
 from harness import run_ranks
 
-from hf_zeropp.comm.hop import HopError
 from hf_zeropp.fsdp.weights.copy import TABLE, Copy, State
 from hf_zeropp.fsdp.weights.freshness import Change, Freshness
 from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
-from hf_zeropp.ops import DamagedWireError
 
 
 class FakeUnit:
@@ -145,36 +143,6 @@ def test_every_move_from_every_state():
     assert run_ranks(walk_all_moves, 1) == [len(State) * len(MOVES)]
 
 
-def test_the_largest_change_counts_until_weights_cross():
-    copy = copy_in(State.DUE)
-    assert copy.due == Change.STEPPED
-    copy.agree(Change.EDITED)
-    copy.agree(Change.STEPPED)
-    copy.agree(Change.NONE)
-    assert copy.due == Change.EDITED
-    copy.start(cast(Any, FakeCarrier()))
-    assert copy.due == Change.NONE
-    copy.agree(Change.STEPPED)
-    assert copy.due == Change.STEPPED
-    assert new_copy().due == Change.INVALID
-
-
-def test_weights_are_taken_once_where_they_are_encoded():
-    """A write after ``encode`` counts as a new change, so ``start`` does not note the weights a second time."""
-    copy = copy_in(State.DUE)
-    freshness = cast(Any, copy.freshness)
-    before = freshness.num_taken
-    words = FakeCarrier()
-    copy.encode(cast(Any, words), [])
-    assert freshness.num_taken == before + 1
-    copy.start()
-    assert freshness.num_taken == before + 1 and words.calls == ["prepare", "send"]
-    copy.land()
-    copy.agree(Change.STEPPED)
-    copy.start(cast(Any, FakeCarrier()))
-    assert freshness.num_taken == before + 2
-
-
 def test_what_was_encoded_is_dropped_where_ranks_agree_anew():
     copy = copy_in(State.ENCODED)
     copy.agree(Change.NONE)
@@ -182,41 +150,6 @@ def test_what_was_encoded_is_dropped_where_ranks_agree_anew():
     whole = FakeCarrier()
     copy.start(cast(Any, whole))
     assert whole.calls == ["prepare", "send"]
-
-
-def test_an_unsharded_unit_is_resharded_unless_it_has_the_newest_copy():
-    copy = copy_in(State.FRESH)
-    unit = cast(Any, copy._unit)
-    for decoded, change, resharded in ((True, Change.NONE, 0), (True, Change.STEPPED, 1), (False, Change.NONE, 1)):
-        if copy.state is State.DUE:
-            copy.start(cast(Any, FakeCarrier()))
-            copy.land()
-        if decoded:
-            copy.read()
-        unit.num_reshards, unit.is_unsharded = 0, True
-        copy.agree(change)
-        assert unit.num_reshards == resharded, (decoded, change)
-
-
-def test_fail_joins_unit_and_ranks():
-    with (
-        mock.patch("torch.distributed.get_rank", lambda: 3),
-        mock.patch("torch.distributed.get_process_group_ranks", lambda group: [1, 3]),
-    ):
-        error = HopError("gather, across nodes", cast(Any, None), RuntimeError("Connection closed"))
-        copy = crossing(error)
-        with pytest.raises(
-            HopError, match=r"Unit blocks.0: the hop 'gather, across nodes' of ranks \[1, 3\] failed on rank 3"
-        ):
-            copy.land()
-        with pytest.raises(RuntimeError, match=r"blocks.0 failed before, and cannot be used: Unit blocks.0: the hop"):
-            copy.land()
-        copy = crossing(DamagedWireError("slice 0 of 2"))
-        with pytest.raises(
-            ValueError, match=r"unit blocks.0 that rank 3 received from ranks \[1, 3\], .* damaged: slice 0 of 2"
-        ):
-            copy.land()
-        assert copy.state is State.FAILED
 
 
 def test_an_error_that_is_no_hop_s_leaves_the_copy_as_it_is():

@@ -1,6 +1,7 @@
 """``qwz_mode="exact"`` in training: the same bits as whole weights, whatever changes them, for the bytes of what changed.
 
-The oracle is the same training with ``qwz_bits=None``, which sends whole weights after every change.
+The oracle is the same training with ``qwz_bits=None``, which sends whole weights after every change. Runs that resume are in
+test_sharded_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -146,25 +147,6 @@ def thawing(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float
         yield from train(model, optimizer, rank, range(3))
 
 
-def scenario_resumed(rank: int) -> None:
-    """A run that is saved and goes on, and one that resumes, have the bits of one that was never saved."""
-    ends = []
-    for settings in (EXACT, WHOLE):
-        model = shard(make_lm(), POLICIES["bf16"])
-        handle = apply_zeropp(model, settings)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train(model, optimizer, rank, range(3))
-        handle.save_state()
-        saved = {key: value.clone() for key, value in model.state_dict().items()}
-        train(model, optimizer, rank, range(3, 6))
-        ends.append(full_weights(model))
-        model.load_state_dict(saved)
-        handle.invalidate()
-        train(model, optimizer, rank, range(3, 6))
-        ends.append(full_weights(model))
-    assert all(torch.equal(ends[0][name], end[name]) for end in ends[1:] for name in ends[0])
-
-
 # ---------------------------------------------------------------------------------------------------------- the bytes
 
 
@@ -261,7 +243,7 @@ def in_any_world(rank: int) -> bool:
     return is_exact(steps, rank)
 
 
-@pytest.mark.thorough("8", "2")
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [2, 6, 8])
 def test_any_number_of_nodes(num_ranks):
     assert all(run_ranks(in_any_world, num_ranks))

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
+from differential.extension import Extension
 from harness import run_ranks
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from toy import logged_messages
@@ -30,55 +28,6 @@ SETTINGS = {
     "no copies": NODES | {"hpz_size": None},
     "unquantized": NODES | {"qwz_bits": None},
 }
-aten = torch.ops.aten
-
-
-class TwoParts(torch.Tensor):
-    """An fp32 tensor that is gathered as two bf16 tensors: itself rounded, and what that left out."""
-
-    @staticmethod
-    def __new__(cls, data: torch.Tensor) -> TwoParts:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
-        )
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        unwrapped = pytree.tree_map_only(cls, lambda tensor: tensor._data, (args, kwargs or {}))
-        out = func(*unwrapped[0], **unwrapped[1])
-        if func in (aten.copy_.default, aten.add_.Tensor, aten.mul_.Tensor):
-            return args[0]
-        return pytree.tree_map_only(torch.Tensor, cls, out)
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_data"], None
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], meta: None, outer_size: Any, outer_stride: Any
-    ) -> TwoParts:
-        return TwoParts(inner["_data"])
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        assert mesh.ndim == 1  # also in replicas: the dimension of the shards
-        rounded = self._data.bfloat16()
-        return (rounded, (self._data - rounded).bfloat16()), None
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
-    ):
-        rounded, rest = outputs
-        if out is not None:
-            with torch.no_grad(), _unsafe_preserve_version_counter(out):
-                out.copy_(rounded.float() + rest.float())
-            return None
-        whole = rounded.float() + rest.float()
-        return whole, (rounded, rest, whole)
 
 
 class Block(nn.Module):
@@ -97,7 +46,7 @@ def model_in_parts(mesh: DeviceMesh | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(20) for _ in range(2)])
     for block in model:
-        block.parts.weight = nn.Parameter(TwoParts(block.parts.weight.detach()))
+        block.parts.weight = nn.Parameter(Extension(block.parts.weight.detach(), "parts"))
         fully_shard(block.plain, mesh=mesh)
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -192,7 +141,7 @@ def beside_stock(rank: int, make: Callable[[], nn.Module], width: int, mode: str
 NEEDS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 
-@pytest.mark.thorough("*unquantized", "*no copies", "replicas-exact", "two parts-values")
+@pytest.mark.thorough("*unquantized", "*no copies", "replicas-exact", "two parts-values", "float8-exact", "nf4-values")
 @pytest.mark.parametrize("mode", SETTINGS)
 @pytest.mark.parametrize(
     ("make", "width"),

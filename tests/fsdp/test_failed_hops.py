@@ -1,4 +1,4 @@
-"""A hop that fails is named with its unit and its ranks, and so is a rank that does not come."""
+"""A hop that fails, or that brings damaged words, is named with its unit and its ranks, and so is a rank that does not come."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import RankError, expect_errors, run_ranks, started_ranks
-from toy import EXACT, backward, make_lm, shard, train
+from toy import EXACT, POLICIES, backward, make_lm, shard, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.comm import agreement
+from hf_zeropp.comm import agreement, two_hop_gather
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.fsdp.weights.copy import Copy, State
 from hf_zeropp.fsdp.weights.freshness import Change
+from hf_zeropp.ops import changes_format
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
 
 TIMEOUT_S = 10.0
@@ -58,7 +60,7 @@ def dies_in_a_hop(rank: int, name: str, overlap: bool) -> None:
     backward(model, rank)
 
 
-@pytest.mark.thorough("*blocking")
+@pytest.mark.thorough("*blocking", "gather, within*", "reduce, across*")
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
 @pytest.mark.parametrize(
     "name, before, unit, ranks",
@@ -94,6 +96,7 @@ def agree_and_forget(copy: Copy, agree: Callable[[Change], None], change: Change
     copy.state = State.FRESH
 
 
+@pytest.mark.thorough
 def test_the_check_names_a_rank_that_goes_its_own_way():
     for error in expect_errors(ignores_the_agreement, 4, env={"ZEROPP_CHECK": "1"}, timeout_s=30.0):
         assert "unit blocks.1 differs: ranks [0, 2, 3]: due for STEPPED; rank 1: due for NONE" in error
@@ -147,3 +150,41 @@ def test_a_long_wait_is_logged_and_goes_on():
     logged = run_ranks(waits_long, 4)
     assert all(any("rank 2 is not there" in line for line in logged[rank]) for rank in (0, 1, 3))
     assert logged[2] == []
+
+
+# Changed words that arrive damaged: an error at once on a CPU, and at the next crossing where the host did not wait.
+
+CHANGED_WORDS = {
+    "ranks_per_node": 2,
+    "qgz_bits": None,
+    "qgz_intra_bits": None,
+    "shared_memory": False,
+    "qwz_mode": "exact",
+}
+DAMAGED_CALL = 4  # one of three units in the second crossing of changed words
+
+
+def train_with_a_damaged_wire(rank: int, waits: bool) -> None:
+    """Damage one wire on its way to rank 3. Without ``waits`` the host does not look at the result, as on a GPU."""
+    calls = []
+
+    def apply_changes(wire, sizes, base, offsets):
+        calls.append(base)
+        if rank == 3 and len(calls) == DAMAGED_CALL:
+            wire[offsets[0] : offsets[0] + 2] = 0x5A
+        if waits:
+            return changes_format.apply_changes(wire, sizes, base, offsets)
+        return changes_format._apply_changes(wire, offsets, sizes, base)[0]
+
+    with mock.patch.object(two_hop_gather.ops, "apply_changes", apply_changes):
+        model = shard(make_lm(), POLICIES["bf16"])
+        apply_zeropp(model, CHANGED_WORDS)
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, range(5))
+
+
+@pytest.mark.thorough("at the next crossing")
+@pytest.mark.parametrize("waits", [True, False], ids=["at once", "at the next crossing"])
+def test_training_stops_and_names_unit_and_ranks(waits):
+    error = expect_errors(train_with_a_damaged_wire, 4, waits)[3]
+    assert "unit (root) that rank 3 received from ranks [1, 3]" in error, error
+    assert "apply_changes" in error and "slice 0 of 2" in error, error

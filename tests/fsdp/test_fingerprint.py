@@ -146,20 +146,13 @@ def counted() -> Iterator[mock.Mock]:
         yield sums
 
 
-def scenario_a_step_of_one_micro_step_reads_the_shards_once(rank: int) -> None:
-    """The mark of the optimizer answers, and no question reads the shards again."""
-    for config in (CONFIG, QUANTIZED):
+def scenario_each_micro_step_reads_the_shards_once(rank: int) -> None:
+    """The mark of the optimizer answers in the first one of a step, and no question reads the shards again."""
+    for config, micro_steps in ((CONFIG, 1), (QUANTIZED, 1), (QUANTIZED, 3)):
         model, handle = model_of(config)
         with counted() as sums:
-            train(model, sgd(model), rank, range(3))
-        assert sums.call_count == 3 * len(handle.units)
-
-
-def scenario_each_further_micro_step_reads_them_once_more(rank: int) -> None:
-    model, handle = model_of(QUANTIZED)
-    with counted() as sums:
-        train(model, sgd(model), rank, range(2), micro_steps=3)
-    assert sums.call_count == 2 * 3 * len(handle.units)
+            train(model, sgd(model), rank, range(2), micro_steps=micro_steps)
+        assert sums.call_count == 2 * micro_steps * len(handle.units)
 
 
 test_writes_that_move_no_counter = on_four_ranks(__name__)

@@ -6,12 +6,8 @@ Every scenario runs twice: blocking and overlapping communication take different
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-import torch.nn as nn
-from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import FSDPModule
 from toy import backward, check_gradients, loss_of, make_lm, shard, tokens_of
 from two_nodes import REDUCTION, apply, in_both_ways
@@ -29,31 +25,6 @@ def scenario_frozen_parameters_mixed_in(rank: int, overlap: bool) -> None:
     backward(model, rank)
     shares = check_gradients(model, reference, rank, REDUCTION)
     assert "blocks.0.up.weight" not in shares and "blocks.0.down.weight" in shares
-
-
-def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
-    for block in model.blocks:
-        if reentrant:
-            block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=True)
-        else:
-            checkpoint(block)
-    return model
-
-
-def scenario_activation_checkpointing(rank: int, overlap: bool) -> None:
-    """Both kinds. Recomputation uses the secondary shards: nothing more crosses nodes than without."""
-    for reentrant in (False, True):
-        model = shard(checkpointed(make_lm(), reentrant))
-        handle = apply(model, overlap)
-        backward(model, rank)
-        check_gradients(model, make_lm(), rank, REDUCTION)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        model.zero_grad()
-        handle.traffic.reset()
-        backward(model, rank)
-        crossed = {name: count.cross_node for name, count in handle.traffic.counts.items()}
-        assert crossed == {name: count.cross_node for name, count in handle.predict().items()}
-        check_gradients(model, make_lm(), rank, REDUCTION)
 
 
 def scenario_gradient_hooks_see_the_reduced_gradient(rank: int, overlap: bool) -> None:
@@ -91,15 +62,6 @@ def reductions_outside_of_backward_are_refused(rank: int, overlap: bool) -> None
     model.zero_grad()
     backward(model, rank)
     check_gradients(model, make_lm(), rank, REDUCTION)
-
-
-def scenario_two_losses_through_one_forward(rank: int, overlap: bool) -> None:
-    model = shard(make_lm())
-    apply(model, overlap)
-    loss = loss_of(model, tokens_of(rank))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    check_gradients(model, make_lm(), rank, REDUCTION, factor=2.0)
 
 
 CAN_FINALIZE = hasattr(FSDPModule, "finalize_backward")

@@ -15,12 +15,14 @@ from unittest import mock
 
 import pytest
 import torch
-from happens_before import Checker, checked_world
+import torch.nn as nn
+from happens_before import Checker, checked, checked_world, fake_world
 from harness import run_ranks, selected
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from toy import EXACT
+from toy import EXACT, POLICIES
 from ways_through_steps import (
     CONFIGURATIONS,
     FOUR_REPLICAS,
@@ -29,6 +31,8 @@ from ways_through_steps import (
     RANKS_PER_NODE,
     REPLICAS,
     WHOLE_WIRES,
+    Training,
+    apply,
     decay_of_a_skipped_layer,
     hooks_on_all_reduces,
     one_loss_over_roots,
@@ -403,6 +407,46 @@ def test_each_fault_is_reported(outcomes, name):
     fault, races = FAULTS[name], outcomes[name].races
     kind = "freed memory" if fault.is_reuse else "the same memory"
     assert any(kind in race and all(part in race for part in fault.operators) for race in races), "\n".join(races)
+
+
+LAYERS_70B, PARAMS_OF_A_LAYER = 80, 13
+
+
+class Layer(nn.Module):
+    """A layer with as many parameters as a large model's, each of a few elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.eye(8)) for _ in range(PARAMS_OF_A_LAYER))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+def step_of_70b(rank: int) -> Outcome:
+    """Run a step with as many units and parameters as a 70B model has, on 16 nodes of 8 ranks."""
+    with fake_world(16 * 8) as host_groups:
+        # FSDP2 cuts each parameter into 128 pieces when it shards. That takes longer than the step, and runs on one stream.
+        model = nn.Sequential(*(Layer() for _ in range(LAYERS_70B)))
+        for module in (*model, model):
+            fully_shard(module, mp_policy=POLICIES["bf16"])
+        with checked(host_groups) as checker:
+            handle = apply(model)
+            # DTensor plans an operation on n parameters at once in n * n steps, so there is a group for each layer.
+            optimizer = torch.optim.AdamW([{"params": list(layer.parameters())} for layer in model], foreach=True)
+            Training(model, handle, optimizer).step(
+                loss=lambda model, _: model(torch.ones(2, 8)).float().square().mean()
+            )
+        assert len(handle.units) == LAYERS_70B
+        return outcome_of_checker(checker)
+
+
+def test_a_step_with_the_units_of_a_70b_model_has_no_race():
+    [outcome] = run_ranks(step_of_70b, 1, init=False, limit_s=300)
+    assert not outcome.races, "\n".join(outcome.races)
+    assert outcome.num_accesses > 100 * LAYERS_70B
 
 
 def test_fsdp2_has_a_race_up_to_torch_2_14_that_the_package_mends(outcomes):

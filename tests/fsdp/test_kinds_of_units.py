@@ -10,7 +10,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn as nn
 from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -20,7 +19,6 @@ from toy import (
     Reduction,
     backward,
     check_gradients,
-    full_weights,
     gathered_weights,
     logged_messages,
     loss_of,
@@ -189,21 +187,6 @@ def scenario_units_of_every_kind(rank: int, overlap: bool) -> None:
         handle.set_last_micro_step(step == 1)
         backward(model, rank, step)
     check_gradients(model, make_lm(), rank, REDUCTION, steps=(0, 1))
-
-
-def scenario_weights_that_come_after_sharding(rank: int, overlap: bool) -> None:
-    """Sharded on the meta device, ZeRO++ applied, then materialized and loaded: FSDP2's way for large models."""
-    with torch.device("meta"):
-        model = make_lm()
-    shard(model)
-    apply(model, overlap)
-    model.to_empty(device="cpu")
-    dcp.set_model_state_dict(model, make_lm().state_dict(), options=dcp.StateDictOptions(full_state_dict=True))
-    backward(model, rank)
-    check_gradients(model, make_lm(), rank, REDUCTION)
-    model.reshard()
-    expected = dict(make_lm().named_parameters())
-    assert all(torch.equal(weight, expected[name]) for name, weight in full_weights(model).items())
 
 
 EVERY = scenarios_of(__name__)

@@ -46,7 +46,6 @@ pytestmark = pytest.mark.one_rank
 
 UNITS = {"first": ("a", "b"), "second": ("c",)}
 CONTRIBUTION = {"a": 1.0, "b": 10.0, "c": 100.0}
-DEPTH = 6
 
 
 class FakeUnit:
@@ -124,7 +123,7 @@ class Raised(Exception):
 class Model:
     """Two units, their comm objects, and what they should hold."""
 
-    def __init__(self, mesh, overlap: bool) -> None:
+    def __init__(self, mesh, overlap: bool, accumulator: str = "float32") -> None:
         names = [name for unit in UNITS.values() for name in unit]
         self.params = {
             name: torch.nn.Parameter(DTensor.from_local(torch.zeros(1), mesh, [Replicate()])) for name in names
@@ -132,7 +131,7 @@ class Model:
         self.expected = Expected(dict.fromkeys(names))
         self.units = [FakeUnit(unit, {name: self.params[name] for name in own}) for unit, own in UNITS.items()]
         world = dist.group.WORLD
-        config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None, overlap=overlap)
+        config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None, overlap=overlap, qgz_accumulator=accumulator)
         groups = WorldGroups(whole_world(), whole_world(), ())
         mesh_of_shards = ShardMesh(get_topology(1, "cpu"), groups, hpz_size=None, replicas=None)
         run = ModelRun(config, mesh_of_shards, Traffic(1, 1))
@@ -310,15 +309,17 @@ EVENTS: dict[str, Callable[[Model], None]] = {
 }
 
 
-def run(sequence: tuple[str, ...], mesh, overlap: bool) -> Model:
-    model = Model(mesh, overlap)
+def run(sequence: tuple[str, ...], mesh, *settings) -> Model:
+    model = Model(mesh, *settings)
     for event in sequence:
         EVENTS[event](model)
     return model
 
 
-def explore(rank: int, overlap: bool, depth: int, has_node_hop: bool = False) -> tuple[int, list[str]]:
-    """Return the number of sequences that were run, and those that failed."""
+def explore(
+    rank: int, overlap: bool, depth: int, has_node_hop: bool = False, accumulator: str = "float32"
+) -> tuple[int, list[str]]:
+    """Return the number of sequences that were run, and those that failed. Every sum is a number that bf16 holds."""
     TwoHopReduce.has_node_hop = has_node_hop  # type: ignore[assignment]  # with one rank both can be run
     mesh = init_device_mesh("cpu", (1,))
     seen, frontier, failures, num_runs = set(), [()], [], 0
@@ -329,7 +330,7 @@ def explore(rank: int, overlap: bool, depth: int, has_node_hop: bool = False) ->
                 longer = (*sequence, event)
                 num_runs += 1
                 try:
-                    model = run(longer, mesh, overlap)
+                    model = run(longer, mesh, overlap, accumulator)
                     if (state := model.state()) in seen:
                         continue
                     model.check()
@@ -358,40 +359,46 @@ def explore(rank: int, overlap: bool, depth: int, has_node_hop: bool = False) ->
     ],
 )
 def test_every_order_of_events(overlap, has_node_hop, depth):
-    (num_runs, failures), *_ = run_ranks(explore, 1, overlap, depth, has_node_hop, limit_s=900)
+    check_every_order(overlap, depth, has_node_hop)
+
+
+def test_every_order_of_events_with_partial_sums_in_bf16():
+    check_every_order(True, 3, True, "bfloat16")
+
+
+def check_every_order(overlap: bool, depth: int, *settings) -> None:
+    (num_runs, failures), *_ = run_ranks(explore, 1, overlap, depth, *settings, limit_s=900)
     assert failures == [], f"{len(failures)} of {num_runs} sequences failed:\n" + "\n".join(failures[:10])
     assert num_runs > (1000 if depth > 3 else 100)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_zeroing_a_gradient_that_was_taken_keeps_its_successor(overlap):
+def zero_what_was_taken(model: Model) -> None:
     """Two buffers of gradients in turn: the one that is put aside is zeroed while sums for the other one wait."""
-    run_ranks(zero_what_was_taken, 1, overlap)
-
-
-def zero_what_was_taken(rank: int, overlap: bool) -> None:
-    model = run(("micro-step",), init_device_mesh("cpu", (1,)), overlap)
     taken = model.params["a"].grad
     model.drop("a")
     EVENTS["micro-step"](model)
     taken.zero_()
-    model.check()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_look_in_inference_mode_leaves_gradients_that_training_adds_to(overlap):
+def look_in_inference_mode(model: Model) -> None:
     """A logger of gradients, between two micro-steps."""
-    run_ranks(look_in_inference_mode, 1, overlap)
-
-
-def look_in_inference_mode(rank: int, overlap: bool) -> None:
-    model = run(("micro-step",), init_device_mesh("cpu", (1,)), overlap)
     with torch.inference_mode():
         model.read("a")
         model.decisions.gradients.deliver()
         model.read("a")
     EVENTS["micro-step"](model)
-    model.check()
+
+
+def behind_a_micro_step(rank: int) -> None:
+    for follow in (zero_what_was_taken, look_in_inference_mode):
+        for overlap in (True, False):
+            model = run(("micro-step",), init_device_mesh("cpu", (1,)), overlap)
+            follow(model)
+            model.check()
+
+
+def test_what_the_events_have_no_words_for():
+    run_ranks(behind_a_micro_step, 1)
 
 
 def test_the_search_finds_a_lost_contribution():

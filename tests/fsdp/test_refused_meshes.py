@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import expect_errors, run_ranks
+from harness import Scenarios, scenarios_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -45,69 +47,61 @@ class Model(nn.Module):
         return self.dense(x)
 
 
-def experts_of_other_replicas(rank: int) -> None:
+def refused(*words: str) -> pytest.RaisesExc:
+    """Expect the error in which these words stand one behind the other."""
+    return pytest.raises(ValueError, match=r"(?s)" + ".*".join(map(re.escape, words)))
+
+
+def scenario_experts_of_other_replicas(rank: int) -> None:
     """Ranks 0 and 2 shard experts of both layers, which rank 4 holds once more in one layer alone."""
     some = experts_over([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ("replicate", "efsdp", "ep"), ("replicate", "efsdp"))
     others = experts_over([[0, 1, 4, 5], [2, 3, 6, 7]], ("efsdp", "ep"), ("efsdp",))
-    apply_zeropp(fully_shard(Model(some, others)), UNQUANTIZED)
+    with refused("unit experts.1 has replicas on ranks [", "other experts over the same ranks on others", "same mesh"):
+        apply_zeropp(fully_shard(Model(some, others)), UNQUANTIZED)
 
 
-def experts_on_uneven_nodes(rank: int) -> None:
+def scenario_experts_on_uneven_nodes(rank: int) -> None:
     """Four ranks shard the same experts: three of them are on one node, and one is on the other."""
     experts = experts_over([[0, 3], [1, 5], [2, 6], [4, 7]], ("efsdp", "ep"), ("efsdp",))
-    apply_zeropp(fully_shard(Model(experts)), UNQUANTIZED | {"ranks_per_node": 4})
+    with refused("as many on every node: got ranks [0, 1, 2, 4] with 4 ranks per node"):
+        apply_zeropp(fully_shard(Model(experts)), UNQUANTIZED | {"ranks_per_node": 4})
 
 
-def stages_of_other_sizes(rank: int) -> None:
+def scenario_stages_of_other_sizes(rank: int) -> None:
     """One stage is sharded over six ranks, the next over two."""
     stages = [list(range(6)), [6, 7]]
     groups = [dist.new_group(ranks) for ranks in stages]
     own = int(rank >= 6)
     mesh = DeviceMesh.from_group(groups[own], "cpu", mesh=stages[own])
-    model = shard(make_lm(depth=1 + own), mesh=mesh)
-    apply_zeropp(model, UNQUANTIZED, mesh=mesh)
+    with refused("Ranks must agree on ZeRO++'s sizes: rank 0 has", "rank 6 has"):
+        apply_zeropp(shard(make_lm(depth=1 + own), mesh=mesh), UNQUANTIZED, mesh=mesh)
 
 
-def stages_of_other_replicas(rank: int) -> None:
+def scenario_stages_of_other_replicas(rank: int) -> None:
     """One stage has two replicas of two ranks, the next one of four."""
     stages = [
         DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard")),
         DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("shard",)),
     ]
     own = int(rank >= 4)
-    apply_zeropp(shard(make_lm(depth=1 + own), mesh=stages[own]), UNQUANTIZED, mesh=stages[own])
+    with refused("Ranks must agree on ZeRO++'s sizes: rank 0 has", "rank 4 has"):
+        apply_zeropp(shard(make_lm(depth=1 + own), mesh=stages[own]), UNQUANTIZED, mesh=stages[own])
 
 
-@pytest.mark.parametrize(
-    ("attempt", "words"),
-    [
-        (
-            experts_of_other_replicas,
-            ["unit experts.1 has replicas on ranks [", "other experts over the same ranks on others", "same mesh"],
-        ),
-        (experts_on_uneven_nodes, ["as many on every node: got ranks [0, 1, 2, 4] with 4 ranks per node"]),
-        (stages_of_other_sizes, ["Ranks must agree on ZeRO++'s sizes: rank 0 has", "rank 6 has"]),
-        (stages_of_other_replicas, ["Ranks must agree on ZeRO++'s sizes: rank 0 has", "rank 4 has"]),
-    ],
-)
-def test_meshes_are_refused_on_all_ranks(attempt, words):
-    for error in expect_errors(attempt, WORLD):
-        assert error.startswith("ValueError") and all(word in error for word in words), error
-
-
-def muon_on_what_two_dimensions_cut(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+def scenario_muon_on_what_two_dimensions_cut(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("shard", "tensor"))
     for plan in (ColwiseParallel(), RowwiseParallel()):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
         parallelize_module(model, mesh["tensor"], {"0": plan})
-        with pytest.raises(ValueError, match=r"sharded along one dimension of the mesh, .* AdamW"):
+        with refused("sharded along one dimension of the mesh, ", " AdamW"):
             Muon(fully_shard(model, mesh=mesh["shard"]).parameters(), lr=0.1)
 
 
-def muon_on_whole_experts(rank: int) -> None:
+def scenario_muon_on_whole_experts(rank: int) -> None:
     """Expert parallelism and FSDP2 both cut between experts, so each is whole on a rank: Muon gives PyTorch's bits."""
     torch.manual_seed(0)
-    sharded, gradient = (experts_over([[0, 1], [2, 3]], ("efsdp", "ep"), ("efsdp",)).weight for _ in range(2))
+    mesh = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    sharded, gradient = (experts_over(mesh, ("efsdp", "ep"), ("efsdp",)).weight for _ in range(2))
     matrices = [nn.Parameter(matrix.clone()) for matrix in sharded.full_tensor().detach()]
     sharded.grad = gradient.detach()
     for matrix, own in zip(matrices, gradient.full_tensor().detach(), strict=True):
@@ -115,11 +109,6 @@ def muon_on_whole_experts(rank: int) -> None:
     Muon([sharded], lr=0.1).step()
     torch.optim.Muon(matrices, lr=0.1).step()
     assert torch.equal(sharded.full_tensor(), torch.stack(list(matrices)))
-
-
-@pytest.mark.parametrize("function", [muon_on_what_two_dimensions_cut, muon_on_whole_experts])
-def test_muon_on_two_dimensions_of_a_mesh(function):
-    run_ranks(function, 4)
 
 
 # Layouts of gathers, as PyTorch's main branch has them behind 2.15. The classes are known by their names.
@@ -137,21 +126,25 @@ class RowsOfParameters(AllGatherLayout):
     """A user's own layout."""
 
 
-def a_layout(rank: int, layout: AllGatherLayout, on_the_gather: bool) -> bool:
-    model = shard(make_lm())
-    unit = find_units(model)[1]
-    owner = unit.all_gather if on_the_gather else unit._group
-    owner.any_name = layout if rank == 1 else DefaultAllGatherLayout()
-    return apply_zeropp(model, UNQUANTIZED).is_active
+def scenario_a_layout_of_gathers_is_refused_by_name(rank: int) -> None:
+    """On all ranks where one has it, on the gather or on the group. The default one is let through."""
+    for on_the_gather in (True, False):
+        for layout in (RowsOfParameters(), DefaultAllGatherLayout()):
+            model = shard(make_lm())
+            unit = find_units(model)[1]
+            owner = unit.all_gather if on_the_gather else unit._group
+            owner.any_name = layout if rank == 1 else DefaultAllGatherLayout()
+            if isinstance(layout, DefaultAllGatherLayout):
+                assert apply_zeropp(model, UNQUANTIZED).is_active
+                continue
+            words = "unit blocks.0 has an all-gather layout of its own (RowsOfParameters)"
+            with refused(words, "Leave out set_all_gather_layout"):
+                apply_zeropp(model, UNQUANTIZED)
 
 
-@pytest.mark.parametrize("on_the_gather", [True, False], ids=["of the gather", "of the group"])
-def test_a_layout_of_gathers_is_refused_by_name(on_the_gather):
-    for error in expect_errors(a_layout, 2, RowsOfParameters(), on_the_gather):
-        assert "unit blocks.0 has an all-gather layout of its own (RowsOfParameters)" in error
-        assert "Leave out set_all_gather_layout" in error
+SCENARIOS = Scenarios(WORLD, scenarios_of(__name__))
 
 
-@pytest.mark.parametrize("on_the_gather", [True, False], ids=["of the gather", "of the group"])
-def test_the_default_layout_is_let_through(on_the_gather):
-    assert run_ranks(a_layout, 2, DefaultAllGatherLayout(), on_the_gather) == [True, True]
+@SCENARIOS.parametrize
+def test_meshes_that_are_refused(scenario):
+    SCENARIOS.check(scenario)

@@ -3,7 +3,6 @@
 The oracle is stock FSDP2 on the same (replicate, shard) mesh. Nodes have one rank or two.
 """
 
-import itertools
 import os
 from contextlib import nullcontext
 from unittest import mock
@@ -11,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Scenarios, announce, expect_errors, run_ranks, scenarios_of
+from harness import Scenarios, expect_errors, run_ranks, scenarios_of
 from test_secondary_check import yesterdays_shard
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,7 @@ from toy import (
     make_lm,
     shard,
 )
-from two_nodes import check_that_a_killed_rank_ends_all
+from toy import train as train_steps
 from ways_through_steps import mesh_of_replicas
 
 from hf_zeropp import apply_zeropp
@@ -40,21 +39,9 @@ from hf_zeropp.traffic import REDUCE_REPLICAS, Peers
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
 
 
-def train(model, handle, rank: int, *, steps: int = 3, micro_steps: int = 1, clip: float | None = None) -> list[float]:
+def train(model, handle, rank: int, *, steps: int = 3, **kwargs) -> list[float]:
     """Train on tokens that differ on every rank. Return the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        for micro_step in range(micro_steps):
-            is_last = micro_step == micro_steps - 1
-            if handle is not None:
-                handle.set_last_micro_step(is_last)
-            losses.append(backward(model, rank, step * micro_steps + micro_step))
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return train_steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank, range(steps), handle, **kwargs)
 
 
 def assert_equal_replicas(model, mesh) -> None:
@@ -201,21 +188,6 @@ def scenario_reduced_within_replicas_alone(rank: int, ranks_per_node: int) -> No
         assert handle.traffic.counts[REDUCE_REPLICAS].cross_node == once > 0
 
 
-def scenario_names_of_the_mesh(rank: int, ranks_per_node: int) -> None:
-    """Parameters stay on the (replicate, shard) mesh, replicated over the first dimension, and so do gradients and moments."""
-    mesh = mesh_of_replicas(2)
-    model = shard(make_lm(), mesh=mesh)
-    handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
-    optimizer = torch.optim.AdamW(model.parameters())
-    backward(model, rank)
-    optimizer.step()
-    for param in model.parameters():
-        for tensor in (param, param.grad, optimizer.state[param]["exp_avg"]):
-            assert tensor.device_mesh == mesh and tensor.device_mesh.mesh_dim_names == ("replicate", "shard")
-            assert [placement.is_replicate() for placement in tensor.placements] == [True, False]
-    assert handle.topology.ranks == tuple(dist.get_process_group_ranks(mesh.get_group("shard")))
-
-
 def scenario_drift(rank: int, ranks_per_node: int) -> None:
     """``ZEROPP_CHECK`` finds replicas whose weights differ, on all ranks."""
     mesh = mesh_of_replicas(2)
@@ -246,37 +218,10 @@ WAYS = {"2 x (2 x 1)": Scenarios(4, FUNCTIONS, 1), "2 x (2 x 2)": Scenarios(8, F
 NUMBERS_OF_REPLICAS = {"3 x (2 x 1)": (6, 3), "4 x (2 x 1)": (8, 4), "6 x (2 x 1)": (12, 6)}
 
 
-@pytest.mark.thorough("in_bf16*", "drift*", "*2 x (2 x 2)")
+@pytest.mark.thorough("in_bf16*", "drift*", "old_weights*", "without_overlap*", "presets*", "*2 x (2 x 2)")
 @Scenarios.parametrize_ways(WAYS)
 def test_replicas(scenario, way):
     WAYS[way].check(scenario)
-
-
-def with_other_micro_steps(rank: int, early: list[int]) -> None:
-    model = shard(make_lm(), mesh=mesh_of_replicas(2))
-    handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": 1})
-    handle.set_last_micro_step(rank in early)
-    backward(model, rank)
-    handle.set_last_micro_step(True)
-    backward(model, rank)
-
-
-@pytest.mark.parametrize("early", [[0, 1], [1, 3]], ids=["one replica", "one rank of each replica"])
-def test_ranks_that_differ_in_their_micro_steps_are_named_on_all(early):
-    for error in expect_errors(with_other_micro_steps, 4, early):
-        assert "DisagreementError" in error
-
-
-def train_without_end(rank: int) -> None:
-    model = shard(make_lm(), mesh=mesh_of_replicas(2))
-    handle = apply_zeropp(model, {"ranks_per_node": 1})
-    for step in itertools.count():
-        train(model, handle, rank, steps=1, micro_steps=2)
-        announce(f"step {step}")
-
-
-def test_a_killed_rank_ends_all_replicas():
-    check_that_a_killed_rank_ends_all(train_without_end, 3)
 
 
 def put_off_on_some_ranks(rank: int) -> None:
@@ -296,7 +241,7 @@ def any_number_of_replicas(rank: int, num_replicas: int) -> None:
     beside_stock(rank, 1, {}, 0.01, num_replicas=num_replicas)
 
 
-@pytest.mark.thorough("[46]*")
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", list(NUMBERS_OF_REPLICAS))
 def test_any_number_of_replicas(way):
     world_size, num_replicas = NUMBERS_OF_REPLICAS[way]

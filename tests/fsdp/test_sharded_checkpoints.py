@@ -30,6 +30,7 @@ SETTINGS = {
     "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
     "defaults": {},
     "half_model": {"preset": "half_model"},
+    "exact": {"preset": "exact"},
 }
 Loss = Callable[[nn.Module, int], torch.Tensor]
 """The loss of a model in a micro-step."""

@@ -18,7 +18,7 @@ from toy import POLICIES, full_weights, logged_messages
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
 from hf_zeropp.fsdp.sharded_models import find_units
 from hf_zeropp.fsdp.weights import schedule
-from hf_zeropp.traffic import FSDP2_REDUCE, GATHER_CROSS, GATHER_RESYNC, Bytes
+from hf_zeropp.traffic import FSDP2_REDUCE, GATHER_CROSS, GATHER_RESYNC
 
 WORLD, WIDTH, NUM_EXPERTS, DEPTH, STEPS = 4, 24, 4, 2, 3
 UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
@@ -129,15 +129,6 @@ def train(
     return losses
 
 
-def check_bytes(counted: dict[str, Bytes], predicted: dict[str, Bytes], *, steps: int, num_units: int) -> None:
-    """Check what crossed nodes against the prediction, which holds a mean where words are counted."""
-    assert predicted.keys() <= counted.keys()
-    for name, one in predicted.items():
-        # A mean per unit, which was rounded, and came from each of the other nodes.
-        slack = steps * num_units * WORLD if one.is_measured else 0
-        assert abs(counted[name].cross_node - steps * one.cross_node) <= slack, (name, counted[name], one)
-
-
 def beside_stock(
     rank: int,
     ranks_per_node: int,
@@ -164,8 +155,8 @@ def beside_stock(
     if handle.config.sends_changes:
         # The mean is that of all steps since the start.
         assert counted[GATHER_CROSS].cross_node < 1.2 * STEPS * handle.predict(micro_steps)[GATHER_CROSS].cross_node
-    rest = {name: one for name, one in handle.predict(micro_steps).items() if not one.is_measured}
-    check_bytes(counted, rest, steps=STEPS, num_units=len(handle.gathers))
+    for name, one in handle.predict(micro_steps).items():
+        assert one.is_measured or counted[name].cross_node == STEPS * one.cross_node, (name, counted[name], one)
     assert GATHER_RESYNC not in counted
     return ours
 
@@ -174,25 +165,22 @@ def scenario_unquantized(rank: int, ranks_per_node: int) -> None:
     beside_stock(rank, ranks_per_node, UNQUANTIZED, TOLERANCE, micro_steps=2)
 
 
+def check_exact_weights(rank: int, ranks_per_node: int, policy: str, relative: float, *ways: dict) -> None:
+    """Changed words give the bits of whole weights."""
+    whole = beside_stock(rank, ranks_per_node, UNQUANTIZED, relative, policy=policy)
+    for way in ways:
+        assert beside_stock(rank, ranks_per_node, EXACT_WEIGHTS | way, relative, policy=policy) == whole, way
+
+
 def scenario_exact_weights(rank: int, ranks_per_node: int) -> None:
-    """Changed words give the bits of whole weights, with every way of overlapping and sharing memory."""
-    ways = ({}, {"overlap": False}, {"shared_memory": False}, {"qwz_intra_bits": None})
-    for policy, relative, chosen in (("fp32", TOLERANCE, ways[:1]), ("bf16", 0.02, ways)):
-        whole = beside_stock(rank, ranks_per_node, UNQUANTIZED, relative, policy=policy)
-        for way in chosen:
-            assert beside_stock(rank, ranks_per_node, EXACT_WEIGHTS | way, relative, policy=policy) == whole, way
+    check_exact_weights(rank, ranks_per_node, "bf16", 0.02, {})
 
 
-def scenario_words_of_all_steps(rank: int, ranks_per_node: int) -> None:
-    """Bytes of changed words that crossed equal the predicted mean, counted in each mesh over its own nodes."""
-    model = sharded(POLICIES["bf16"])
-    handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node, "preset": "exact"})
-    train(model, handle, rank)
-    counted, predicted = handle.traffic.counts, handle.predict()
-    assert predicted[GATHER_CROSS].is_measured
-    one = {GATHER_CROSS: predicted[GATHER_CROSS]}
-    check_bytes(counted, one, steps=STEPS - 1, num_units=len(handle.gathers))
-    assert counted[GATHER_RESYNC].calls == len(handle.gathers)
+def scenario_exact_weights_in_every_way(rank: int, ranks_per_node: int) -> None:
+    """With every way of overlapping and sharing memory."""
+    check_exact_weights(rank, ranks_per_node, "fp32", TOLERANCE, {})
+    ways = ({"overlap": False}, {"shared_memory": False}, {"qwz_intra_bits": None})
+    check_exact_weights(rank, ranks_per_node, "bf16", 0.02, *ways)
 
 
 def scenario_presets(rank: int, ranks_per_node: int) -> None:
@@ -259,7 +247,7 @@ WAYS = {
 }
 
 
-@pytest.mark.thorough("accumulation_on_the_rank*", "words_of_all_steps*", "presets*", "*4 nodes x 1")
+@pytest.mark.thorough("*in_every_way*", "accumulation_on_the_rank*", "presets*", "*4 nodes x 1")
 @Scenarios.parametrize_ways(WAYS)
 def test_two_meshes(scenario, way):
     WAYS[way].check(scenario)

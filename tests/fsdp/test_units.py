@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from toy import POLICIES, backward, make_lm, shard, tokens_of
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from toy import POLICIES, backward, make_lm, shard
 from two_nodes import on_four_ranks
 
 from hf_zeropp.fsdp import units
-from hf_zeropp.fsdp.gradients.backward_passes import current_backward, queue_after_backward
 from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter
 from hf_zeropp.fsdp.sharded_models import find_units
 from hf_zeropp.fsdp.units import DefaultAllGather
@@ -95,35 +94,6 @@ def scenario_gradients_lie_where_units_say(rank: int) -> None:
             assert torch.equal(part[: one.shard.numel].to(gradient.dtype), gradient), (unit.name, one.shard.name)
 
 
-def scenario_found_units(rank: int) -> None:
-    """In module order, one per fully_shard call, with names for errors."""
-    model = make_lm()
-    fully_shard([model.norm, model.head])
-    shard(model)
-    found = find_units(model)
-    assert [unit.name for unit in found] == ["(root)", "blocks.0", "blocks.1", "norm"]
-    assert [len(unit.modules) for unit in found] == [1, 1, 1, 2]
-    assert [one.name for one in found[1].param_shards] == ["weight", "bias"] * 3
-    assert find_units(make_lm()) == []
-    assert all(unit.device.type == "cpu" and unit.replica_group is None for unit in found)
-    assert dist.get_process_group_ranks(found[0].shard_group) == list(range(4))
-
-
-def scenario_the_state_of_a_unit(rank: int) -> None:
-    model = shard(make_lm())
-    root, block, _ = find_units(model)
-    with torch.no_grad():
-        model(tokens_of(rank))
-    assert root.is_unsharded and not block.is_unsharded  # FSDP2 keeps its root
-    assert block.reshards_after_forward and not root.reshards_after_forward
-    root.reshard()
-    assert not root.is_unsharded
-    assert not block.reshards_to_part_of_the_world
-    part = make_lm()
-    fully_shard(part.blocks[0], reshard_after_forward=2)
-    assert find_units(part)[0].reshards_to_part_of_the_world
-
-
 def scenario_what_a_stamp_notices(rank: int) -> None:
     """A stamp notices some writes; the others need ``handle.invalidate()``."""
     model = shard(make_lm())
@@ -163,33 +133,6 @@ def scenario_a_stamp_holds_no_shards(rank: int) -> None:
     assert not stamp.matches(params)
 
 
-def scenario_backward_passes_have_numbers(rank: int) -> None:
-    """And callbacks queued inside run at the end, behind FSDP2's: the gradients of all units are there."""
-    model = shard(make_lm())
-    numbers, complete = set(), []
-
-    def queue(grad) -> None:
-        numbers.add(current_backward())
-        queue_after_backward(lambda: complete.append(all(p.grad is not None for p in model.parameters())))
-
-    for _ in range(2):
-        logits = model(tokens_of(rank))
-        logits.register_hook(queue)
-        logits.sum().backward()
-        model.zero_grad()
-    assert current_backward() == -1
-    assert len(numbers) == 2 and -1 not in numbers
-    assert complete == [True, True]
-
-
-def scenario_shown_reductions(rank: int) -> None:
-    model = shard(make_lm())
-    root, first, second = find_units(model)
-    model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: None)
-    model.blocks[1].set_all_reduce_hook(lambda reduced: None)
-    assert [unit.gradients.are_looked_at for unit in (root, first, second)] == [False, True, True]
-
-
 test_units = on_four_ranks(__name__)
 
 
@@ -214,22 +157,6 @@ def test_first_use_of_a_model_or_of_a_part_of_it(call):
         used(torch.ones(1, 2))
     assert calls[0] == "used", "runs ahead of the model's own hooks"
     assert calls.count("used") == 1
-
-
-def test_a_model_that_is_never_used_is_not_kept():
-    hooks = nn.modules.module._global_forward_pre_hooks
-    model, before = Outer(), len(hooks)
-    kept = weakref.ref(model)
-    on_first_use(model, lambda model=model: model.train())
-    part = model.inner
-    del model
-    gc.collect()
-    assert kept() is not None, "a part of it may be used yet"
-    del part
-    gc.collect()
-    assert kept() is None
-    Outer()(torch.ones(1, 2))
-    assert len(hooks) == before
 
 
 def test_a_model_that_was_used_goes_without_the_garbage_collector():

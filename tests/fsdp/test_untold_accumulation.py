@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from accelerate_runs import new_accelerator, prepared, train
 from harness import Scenarios, run_ranks, scenarios_of
@@ -118,5 +119,6 @@ def train_with_the_trainer(rank: int, folder: str) -> list[str]:
     return warnings_in(trainer.train)
 
 
+@pytest.mark.thorough
 def test_the_trainer_tells(tmp_path):
     assert run_ranks(train_with_the_trainer, 4, str(tmp_path)) == [[]] * 4

@@ -1,20 +1,27 @@
-"""Ranks that ran different units raise before mixed gradients are applied: layers of equal shape hide from every hop."""
+"""Ranks that ran different units raise before mixed gradients are applied: layers of equal shape hide from every hop.
+
+The ranks of one node part earlier, in a gather, and raise there.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
-from harness import expect_errors, run_ranks
+from harness import expect_errors
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy import EXACT, HIDDEN, Block, backward, full_weights, make_lm, shard, tokens_of, train
+from toy import EXACT, HIDDEN, Block, backward, make_lm, shard, tokens_of, train
+from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.comm.agreement import Agreement
 from hf_zeropp.comm.disagreement import Statement, describe_difference
+from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 
 SETTINGS = {
     "default": EXACT | {"hpz_size": "node"},
@@ -127,7 +134,7 @@ PARTING = {
 """Words where the ranks of a node wait for each other in gathers of their first step."""
 
 
-@pytest.mark.thorough("*blocking", "*-no copies")
+@pytest.mark.thorough("*blocking", "*-no copies", "skips_another_layer*")
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda function: function.__name__)
 def test_every_rank_raises_before_the_step(difference, settings):
@@ -141,46 +148,33 @@ def test_every_rank_raises_before_the_step(difference, settings):
     assert time.monotonic() - began < 60, "it should not have taken a timeout"
 
 
-def skips_on_all_ranks_alike(rank: int, settings: dict) -> None:
+def scenario_what_ranks_run_alike_is_no_difference(rank: int) -> None:
     """And evaluation takes other layers on each node: what stays within a node is not compared."""
-    model = shard(make_lm(depth=4))
-    _, optimizer = trained_once(model, settings)
-    for step in range(3):
-        model.path = [index for index in range(4) if index != step]
-        backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            model.path = [0, 1, 2, 3]
-            model(tokens_of(rank))
-            if settings["hpz_size"] is not None:
-                model.path = [0, 1] if rank < 2 else [2, 3, 3]
+    for settings in SETTINGS.values():
+        model = shard(make_lm(depth=4))
+        _, optimizer = trained_once(model, settings)
+        for step in range(3):
+            model.path = [index for index in range(4) if index != step]
+            backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.path = [0, 1, 2, 3]
                 model(tokens_of(rank))
-    full_weights(model)
+                if settings["hpz_size"] is not None:
+                    model.path = [0, 1] if rank < 2 else [2, 3, 3]
+                    model(tokens_of(rank))
 
 
-@pytest.mark.thorough("*blocking")
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_what_ranks_run_alike_is_no_difference(settings):
-    run_ranks(skips_on_all_ranks_alike, 4, SETTINGS[settings])
-
-
-def questions_of_a_step(rank: int, micro_steps: int) -> int:
-    """Count the agreements of one step."""
-    model = shard(make_lm())
-    handle, optimizer = trained_once(model, SETTINGS["default"])
-    asked, ask = [], Agreement.ask
-    Agreement.ask = lambda self, *args: asked.append(1) or ask(self, *args)  # type: ignore[method-assign]
-    for step in range(2):
-        asked.clear()
-        train(model, optimizer, rank, (step,), handle, micro_steps)
-    return len(asked)
-
-
-@pytest.mark.parametrize("micro_steps", [1, 3])
-def test_a_step_asks_once_more_than_its_passes(micro_steps):
+def scenario_a_step_asks_once_more_than_its_passes(rank: int) -> None:
     """One question for each forward pass, one for each backward pass, and one before the step."""
-    assert run_ranks(questions_of_a_step, 4, micro_steps) == [2 * micro_steps + 1] * 4
+    for micro_steps in (1, 3):
+        model = shard(make_lm())
+        handle, optimizer = trained_once(model, SETTINGS["default"])
+        for step in range(2):
+            with mock.patch.object(Agreement, "ask", autospec=True, side_effect=Agreement.ask) as asked:
+                train(model, optimizer, rank, (step,), handle, micro_steps)
+        assert asked.call_count == 2 * micro_steps + 1
 
 
 def test_many_differences_are_named_in_few_words():
@@ -189,3 +183,98 @@ def test_many_differences_are_named_in_few_words():
         {rank: Statement("step", {}, run) for rank, run in enumerate(runs)}, dict.fromkeys(range(8), 0)
     )
     assert "unit 4: 1 on ranks" in said and "unit 5" not in said and "and 4 more differ" in said
+
+
+# A rank that leaves out what the others of its node run: all ranks raise within seconds, and the error names the module. The
+# everyday case is a batch without images on one rank, which skips the vision tower. Whole nodes may skip what is frozen.
+
+WAYS = {
+    "shared memory": {},
+    "wires": {"shared_memory": False},
+    "native": {"qwz_intra_bits": None},
+    "exact": {"preset": "exact"},
+}
+
+
+def behind_a_step(rank: int, settings: dict, is_frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of four blocks behind its first step. Blocks 0 and 1 may be frozen: units of their node alone."""
+    model = make_lm(depth=4)
+    if is_frozen:
+        for block in model.blocks[:2]:
+            block.requires_grad_(False)
+        node_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cross", "node"))["node"]
+        shard_frozen(model, model.blocks[:2], node_mesh)
+        for module in (*model.blocks[2:], model):
+            fully_shard(module, ignored_params=set(frozen_parameters(model)))
+    else:
+        shard(model)
+    apply_zeropp(model, {"ranks_per_node": 2} | settings)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    take_step(model, optimizer, rank, 0)
+    return model, optimizer
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    loss = backward(model, rank, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def one_rank_skips_a_block(rank: int, settings: dict, is_frozen: bool) -> None:
+    model, optimizer = behind_a_step(rank, settings, is_frozen)
+    model.path = [0, 2, 3] if rank == 1 else [0, 1, 2, 3]
+    take_step(model, optimizer, rank, 1)
+
+
+def one_rank_evaluates(rank: int, settings: dict, is_frozen: bool) -> None:
+    model, _ = behind_a_step(rank, settings, is_frozen)
+    with torch.set_grad_enabled(rank != 1):
+        model(tokens_of(rank))
+
+
+def another_order_without_gradients(rank: int, settings: dict, is_frozen: bool) -> None:
+    """The blocks have equal shapes, so ranks compute with each other's, and raise at the next question."""
+    model, optimizer = behind_a_step(rank, settings, is_frozen)
+    with torch.no_grad():
+        model(tokens_of(rank))  # the copies of the new weights land
+        model.path = [1, 0, 2, 3] if rank == 1 else [0, 1, 2, 3]
+        model(tokens_of(rank))
+    model.path = [0, 1, 2, 3]
+    take_step(model, optimizer, rank, 1)
+
+
+PARTED = {
+    one_rank_skips_a_block: ["about to gather unit blocks.1", "Give such a batch a placeholder"],
+    one_rank_evaluates: ["rank 1 is about to run a forward pass of the model (FSDPTinyLM) without gradients"],
+    another_order_without_gradients: ["ranks [0, 1], which are one node, gathered different units", "blocks."],
+}
+CASES = [(one_rank_skips_a_block, way, kind) for way in WAYS for kind in ("trained", "frozen")]
+CASES += [(one_rank_evaluates, way, "trained") for way in ("shared memory", "wires")]
+CASES += [
+    (another_order_without_gradients, "wires", "trained"),
+    (another_order_without_gradients, "shared memory", "frozen"),
+]
+
+
+@pytest.mark.thorough("one_rank_skips*-trained", "one_rank_skips_a_block-[wne]*", "one_rank_evaluates-wires-*")
+@pytest.mark.parametrize(
+    ("part", "way", "kind"), CASES, ids=[f"{case[0].__name__}-{case[1]}-{case[2]}" for case in CASES]
+)
+def test_all_ranks_raise_where_those_of_a_node_part(part, way, kind):
+    """The other node learns of it too, and nobody waits for the timeout."""
+    began = time.monotonic()
+    for error in expect_errors(part, 4, WAYS[way], kind == "frozen", timeout_s=100.0):
+        assert error.startswith("DisagreementError"), error
+        assert all(words in error for words in PARTED[part]), error
+    assert time.monotonic() - began < 80, "it should not have taken a timeout"
+
+
+def scenario_a_whole_node_may_skip_what_is_frozen(rank: int) -> None:
+    model, optimizer = behind_a_step(rank, {}, is_frozen=True)
+    for step in range(1, 4):
+        model.path = [0, 2, 3] if step == 2 and rank < 2 else [0, 1, 2, 3]
+        assert take_step(model, optimizer, rank, step) < 10
+
+
+test_ranks_that_run_alike = on_four_ranks(__name__)

@@ -133,10 +133,11 @@ def train(
     steps: Iterable[int],
     handle: ZeroPPHandle | None = None,
     micro_steps: int = 1,
+    clip: float | None = None,
 ) -> list[float]:
     """Train a step for each number of ``steps``, and return the losses. Tokens of each micro-step follow from its number.
 
-    The handle, where there is one, is told which micro-steps are the last.
+    The handle, where there is one, is told which micro-steps are the last. ``clip`` is the norm that gradients may have.
     """
     losses = []
     for step in steps:
@@ -144,6 +145,8 @@ def train(
             if handle is not None:
                 handle.set_last_micro_step(micro_step == micro_steps - 1)
             losses.append(backward(model, rank, step * micro_steps + micro_step))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return losses
