@@ -20,19 +20,11 @@ from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
 class FakeUnit:
     name = "blocks.0"
     is_unsharded = False
-    num_reshards = 0
-
-    def reshard(self) -> None:
-        self.num_reshards, self.is_unsharded = self.num_reshards + 1, False
 
 
 class FakeFreshness:
-    """Counts how often weights were taken."""
-
-    num_taken = 0
-
     def taken(self, *, is_kept: bool) -> None:
-        self.num_taken += 1
+        pass
 
     def mark(self, change: Change) -> None:
         pass
