@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.one_rank
+
 SCRIPT = """
 import os
 import accelerate.accelerator, transformers.trainer

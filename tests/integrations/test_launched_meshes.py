@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,10 @@ import pytest
 import yaml
 from harness import expect_errors, free_port
 from test_meshes import allow_parallelism_on_cpu
-from test_unmodified import LAUNCHED, UNQUANTIZED
+from test_unmodified import UNQUANTIZED
 from trainer_runs import build_trainer, tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-
-from hf_zeropp.integrations.accelerate import let_stock_plugin_count_on_cpu
 
 SCRIPT = Path(__file__).parent / "scripts/sharded_at_load.py"
 
@@ -50,27 +47,13 @@ def test_the_command_runs_a_script_whose_model_is_sharded_at_load(tmp_path: Path
     assert ours == pytest.approx(off, rel=0.01) and ours != off
 
 
-def run_as_stock(rank: int, folder: str) -> None:
-    allow_parallelism_on_cpu()
-    let_stock_plugin_count_on_cpu()
-    sys.argv = ["python", "--model", f"{folder}/model", "--out", folder]
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-
-
-@pytest.mark.thorough
-def test_accelerate_takes_no_such_model_where_its_file_says_fsdp(tmp_path: Path) -> None:
-    """The model is sharded already. Accelerate would do it, and says so without this package too."""
-    tiny_model().save_pretrained(tmp_path / "model")
-    for error in expect_errors(run_as_stock, 2, str(tmp_path), env=LAUNCHED, init=False):
-        assert "When using FSDP2, a model and optimizer must be passed together to `Accelerator.prepare()`" in error
-
-
 def train_with_checkpoints(rank: int, folder: str, saved: str) -> None:
     allow_parallelism_on_cpu()
     model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(fsdp_size=2))
     build_trainer(folder, {"ranks_per_node": 1}, model=model, fsdp=None, save_strategy="steps", save_steps=1)
 
 
+@pytest.mark.thorough
 def test_transformers_does_not_resume_models_that_it_shards_at_load(tmp_path: Path) -> None:
     """The guide says so by these words."""
     saved = str(tmp_path / "model")

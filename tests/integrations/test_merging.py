@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from hf_zeropp import ZeroPPQuantConfig, compat
 from hf_zeropp.frozen.modules import packed_modules
 
+pytestmark = pytest.mark.one_rank
+
 ADAPTERS = {
     "lora": {},
     "dora": {"use_dora": True},
@@ -89,6 +91,7 @@ def test_a_dense_model_has_the_values_and_the_names_of_the_packed_one(tmp_path, 
     torch.testing.assert_close(reloaded(tokens()).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_example_writes_what_opens_without_this_package(tmp_path):
     base = packed_base(tmp_path, tiny_llama())
     tokenizer().save_pretrained(base)

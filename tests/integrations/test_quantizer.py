@@ -23,6 +23,8 @@ from hf_zeropp import ZeroPPQuantConfig
 from hf_zeropp.frozen.modules import PackedLinear
 from hf_zeropp.integrations.pretrained_shape import pretrained_shape
 
+pytestmark = pytest.mark.one_rank
+
 
 def logits(model) -> torch.Tensor:
     with torch.no_grad():

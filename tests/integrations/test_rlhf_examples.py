@@ -17,7 +17,6 @@ from hf_zeropp import quantize_frozen
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import dpo_lora  # noqa: E402
 import ppo_rollout  # noqa: E402
 import python_lines  # noqa: E402
 
@@ -38,14 +37,6 @@ pytestmark = pytest.mark.thorough
 )
 def test_the_reward_is_for_lines_that_compile_and_say_something(prompt, completion, expected):
     assert python_lines.reward(prompt, completion) == expected
-
-
-def test_preference_pairs_differ_in_whether_they_compile():
-    pairs = dpo_lora.make_pairs(seed=0, num_pairs=100)
-    assert len({pair["prompt"] + pair["chosen"] for pair in pairs}) == 100, "no line is in training and held-out pairs"
-    for pair in pairs:
-        assert python_lines.compiles(pair["prompt"] + pair["chosen"])
-        assert not python_lines.compiles(pair["prompt"] + pair["rejected"])
 
 
 def test_advantages_are_discounted_sums_of_surprises():
@@ -94,31 +85,6 @@ def test_a_role_trains_its_own_parameters_alone(roles, role):
         roles(tokens(), torch.ones_like(tokens()), head=head).square().mean().backward()
     trained = {id(param) for param in roles.parameters() if param.grad is not None}
     assert trained == {id(param) for param in roles.parameters_of(role)}
-
-
-def test_what_counts_as_written(monkeypatch):
-    """Completions end with their first end token, which counts."""
-    tokenizer = python_lines.make_tokenizer(["return self.name", "if value is None:"] * 20)
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-
-    class Parrot(torch.nn.Module):
-        """Writes three tokens, of which the second ends the line."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.parameter = torch.nn.Parameter(torch.zeros(1))
-
-        play = staticmethod(lambda role: torch.no_grad())
-
-        def generate(self, input_ids, **kwargs):
-            written = torch.tensor([[5, end, pad]]).expand(len(input_ids), -1)
-            return torch.cat((input_ids, written), 1)
-
-    rollout = ppo_rollout.roll_out(Parrot(), tokenizer, batch_size=4)
-    start = rollout.tokens.shape[1] - 3
-    assert rollout.written[:, start:].tolist() == [[True, True, False]] * 4 and not rollout.written[:, :start].any()
-    assert rollout.last.tolist() == [start + 1] * 4
-    assert not rollout.mask[:, -1].any()
 
 
 def run_as_its_docstring_says(example: str, *arguments: str) -> str:

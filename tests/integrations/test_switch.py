@@ -104,6 +104,7 @@ def evaluate_and_train(rank: int, folder: str) -> list[float]:
     return [first, *losses(trainer), trainer.evaluate()["eval_loss"]]
 
 
+@pytest.mark.thorough
 def test_an_evaluation_before_training(tmp_path):
     on, off = (
         run_ranks(evaluate_and_train, 4, str(tmp_path / name), env={"ZEROPP_ENABLED": value})[0]

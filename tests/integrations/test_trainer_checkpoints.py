@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from harness import run_ranks
 from peft import LoraConfig, get_peft_model
-from trainer_runs import TWO_NODES, build_trainer, callback_of, losses, same_weights, tiny_model, weights
+from trainer_runs import TWO_NODES, build_trainer, losses, same_weights, tiny_model, weights
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 KINDS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
@@ -43,6 +43,7 @@ def train_adapters(rank: int, folder: str, resume_from: str | None):
     return losses(trainer), {name: weight for name, weight in weights(trainer).items() if "lora_" in name}
 
 
+@pytest.mark.thorough
 def test_a_full_checkpoint_holds_the_adapters_of_all_ranks(tmp_path):
     """Accelerate before 1.15 writes rank 0's slice of them, and reads nothing back on the other ranks."""
     straight = run_ranks(train_adapters, 4, str(tmp_path), None)
@@ -53,7 +54,7 @@ def test_a_full_checkpoint_holds_the_adapters_of_all_ranks(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 1), (4, 1), (6, 3)])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 1), (6, 3)])
 def test_sharded_checkpoint_resumes_on_another_shape(tmp_path, world_size, ranks_per_node):
     arguments = {"save_strategy": "steps", "save_steps": 4, "learning_rate": 1e-3}
     losses_a, _ = run_ranks(train, 4, str(tmp_path), TWO_NODES, "SHARDED_STATE_DICT", None, arguments)[0]
@@ -128,29 +129,3 @@ def test_accelerate_merges_sharded_weights(tmp_path):
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     tiny_model().config.save_pretrained(merged)
     assert same_weights(open_weights(merged), expected)
-
-
-def load_full_state_after_evaluation(rank: int, folder: str):
-    """A full-state load after a no-grad forward left units unsharded must show in the next forward."""
-    trainer = build_trainer(
-        folder, fsdp_config={"state_dict_type": "FULL_STATE_DICT"}, save_strategy="steps", save_steps=2
-    )
-    trainer.train()
-    trainer.evaluate()
-    trainer._load_from_checkpoint(os.path.join(folder, "checkpoint-2"))
-    loaded = trainer.evaluate()["eval_loss"]
-    callback_of(trainer).invalidate()
-    return loaded, trainer.evaluate()["eval_loss"]
-
-
-def evaluate_from_pretrained(rank: int, folder: str, checkpoint: str):
-    trainer = build_trainer(folder, model=AutoModelForCausalLM.from_pretrained(checkpoint))
-    return trainer.evaluate()["eval_loss"]
-
-
-@pytest.mark.thorough
-def test_full_state_load_after_a_forward_without_gradients(tmp_path):
-    results = run_ranks(load_full_state_after_evaluation, 4, str(tmp_path))
-    fresh = run_ranks(evaluate_from_pretrained, 4, str(tmp_path / "fresh"), str(tmp_path / "checkpoint-2"))
-    for (loaded, invalidated), expected in zip(results, fresh, strict=True):
-        assert loaded == invalidated == expected

@@ -134,34 +134,3 @@ def save_model_and_data(folder: Path) -> list[str]:
     (folder / "data").mkdir()
     (folder / "data/train.jsonl").write_text("\n".join(lines))
     return ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data")]
-
-
-def run_trl(rank: int, folder: str, flags: list[str]) -> tuple[list[float], dict | None]:
-    import datasets
-    import transformers.trainer
-    from transformers import TrainerCallback
-
-    seen = []
-
-    class KeepLosses(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs) -> None:
-            seen.extend(entry["loss"] for entry in state.log_history if "loss" in entry)
-
-    datasets.config.HF_DATASETS_CACHE = Path(folder) / f"cache_{rank}"
-    transformers.trainer.DEFAULT_CALLBACKS.append(KeepLosses)
-    return seen, run_script(rank, ["-m", "trl.scripts.sft", *flags], 1)
-
-
-@pytest.mark.thorough
-def test_an_unmodified_script_of_trl(tmp_path: Path) -> None:
-    flags = save_model_and_data(tmp_path) + ["--output_dir", str(tmp_path / "out"), "--max_steps", "3"]
-    flags += ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--report_to", "none", "--use_cpu", "true"]
-    flags += ["--bf16", "false", "--gradient_checkpointing", "false", "--max_length", "16", "--save_strategy", "no"]
-    flags += ["--learning_rate", "1e-3", "--dtype", "float32"]
-    runs = {
-        name: run_ranks(run_trl, 4, str(tmp_path), flags, env=LAUNCHED | env, init=False)[0]
-        for name, env in {"ours": {}, "stock": OFF}.items()
-    }
-    (ours, counts), (stock, without) = runs["ours"], runs["stock"]
-    assert len(stock) == 3 and without is None
-    assert ours == pytest.approx(stock, rel=0.01) and counts["counted"] == pytest.approx(counts["predicted"], rel=0.04)
