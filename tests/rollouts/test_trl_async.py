@@ -1,7 +1,7 @@
 """TRL's own ``_sync_weight`` of AsyncGRPOTrainer on 4 ranks (2 nodes), and servers that take versions over HTTP.
 
 The trainer itself computes with kernels for GPUs, so it is not run. Servers are stand-ins (helpers/update_servers.py);
-test_vllm_transfer.py loads versions into vLLM itself.
+test_vllm_server.py sends versions to vLLM itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from frozen_runs import prepare, tiny_llama, with_adapter
+from frozen_runs import prepare, tiny_llama
 from harness import run_ranks
 from rollout_runs import save_model, seen_in_forward, train_step
 from update_servers import CASES, TAKEN, Server, check_bytes_and_files, sync_after_steps, wrong_in
@@ -136,18 +136,6 @@ def test_servers_that_fail_come_back_and_all_ranks_raise_alike(tmp_path):
     assert warned.keys() == {"one is gone", "it refuses"}
     assert "Version 2 of the weights is not at http://127.0.0.1:" in warned["one is gone"]
     assert "out of memory on the server" in warned["it refuses"]
-
-
-def publish_what_cannot_be(rank: int, folder: str) -> str:
-    accelerator, _, model, _ = prepare(with_adapter(tiny_llama(), use_dora=True))
-    trainer = trainer_with(accelerator, model, UpdateTransfer(folder, "http://127.0.0.1:9", timeout_s=1))
-    with pytest.raises(ValueError, match="got Dora") as raised:
-        trainer._sync_weight()
-    return str(raised.value)
-
-
-def test_an_error_of_publishing_is_raised_on_all_ranks_as_it_is(tmp_path):
-    assert len(set(run_ranks(publish_what_cannot_be, 4, str(tmp_path)))) == 1
 
 
 class Recorder:
