@@ -20,7 +20,7 @@ from frozen_runs import (
     trainable,
     with_adapter,
 )
-from harness import expect_errors, run_ranks, selected
+from harness import run_ranks, selected
 from torch.distributed.checkpoint import FileSystemReader
 
 from hf_zeropp import ZeroPPPlugin
@@ -192,19 +192,6 @@ def run_without_trainable_parameters(rank: int) -> tuple[float, set[str]]:
 
 def test_a_model_without_trainable_parameters_never_crosses_nodes():
     assert run_ranks(run_without_trainable_parameters, 4) == [(0.0, set())] * 4
-
-
-def run_with_frozen_parameters_in_the_optimizer(rank: int, bits: int | None) -> int:
-    model = with_adapter(tiny_llama())
-    accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp={"ranks_per_node": 2, "frozen_bits": bits}))
-    _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def test_optimizers_built_over_all_parameters():
-    assert run_ranks(run_with_frozen_parameters_in_the_optimizer, 4, None) == [28] * 4
-    for error in expect_errors(run_with_frozen_parameters_in_the_optimizer, 4, 4):
-        assert "The optimizer holds" in error and "if param.requires_grad" in error
 
 
 def run_sharded_save(rank: int, folder: str, ranks_per_node: int) -> torch.Tensor:

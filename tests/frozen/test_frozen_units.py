@@ -155,6 +155,21 @@ def scenario_modules_that_the_user_lets_accelerate_ignore_stay_whole(rank: int) 
         model(input_ids=tokens()[:1]).logits.sum().backward()
 
 
+def scenario_optimizers_built_over_all_parameters(rank: int) -> None:
+    """They lose the frozen ones, or are refused where those were packed."""
+    for bits in (None, 4):
+        reset_accelerate()
+        model = with_adapter(tiny_llama())
+        accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp={"ranks_per_node": 2, "frozen_bits": bits}))
+        optimizer = torch.optim.AdamW(model.parameters())
+        if bits is None:
+            _, optimizer = accelerator.prepare(model, optimizer)
+            assert sum(len(group["params"]) for group in optimizer.param_groups) == 28
+        else:
+            with pytest.raises(ValueError, match="The optimizer holds.*if param.requires_grad"):
+                accelerator.prepare(model, optimizer)
+
+
 def critic_after_lora(make_critic, **settings) -> nn.Module:
     """Prepare a model with frozen weights, and then one without, both of one Accelerator. Returns the latter."""
     reset_accelerate()
@@ -245,6 +260,7 @@ SCENARIOS = Scenarios(
 )
 
 
+@pytest.mark.thorough("adapters_beside_bare_parameters*")
 @SCENARIOS.parametrize
 def test_frozen_units(scenario):
     SCENARIOS.check(scenario)

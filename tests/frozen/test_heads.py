@@ -12,6 +12,8 @@ from hf_zeropp import quantize_frozen
 from hf_zeropp.frozen.modules import packed_modules
 from hf_zeropp.frozen.packing import dense_modules, is_packable
 
+pytestmark = pytest.mark.one_rank
+
 SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 MODELS = {

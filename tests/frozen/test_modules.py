@@ -24,6 +24,8 @@ from hf_zeropp.frozen.weight import PackedWeight
 from hf_zeropp.integrations.accelerate_frozen import drop_frozen, pack_base
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
+pytestmark = pytest.mark.one_rank
+
 
 def frozen_linear() -> nn.Linear:
     torch.manual_seed(0)
@@ -293,13 +295,6 @@ def test_fused_experts(implementation):
     assert (ours.grad - theirs.grad).norm() < 0.05 * theirs.grad.norm()
 
 
-def test_inactive_adapters_stay_as_they_are():
-    model = packed_copy(with_adapter(tiny_llama(), ("default", "other")), 4)
-    model.set_adapter("other")
-    model(tokens(), labels=tokens()).loss.backward()
-    assert all(param.grad is not None for param in trainable(model))
-
-
 def test_packing_a_trainable_weight_is_refused():
     with pytest.raises(ValueError, match="all parameters of this model are trainable"):
         quantize_frozen(tiny_llama())
@@ -325,19 +320,10 @@ class Params4bit(nn.Parameter):
 def test_a_base_quantized_by_another_library_is_refused():
     layer = frozen_linear()
     layer.weight = Params4bit(layer.weight.data, requires_grad=False)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(
+        ValueError, match=r"weight was quantized by bitsandbytes \(Params4bit\).*ZeroPPQuantConfig\(bits=4\)"
+    ):
         quantize_frozen(layer, 4)
-    parts = [
-        "weight was quantized by bitsandbytes (Params4bit)",
-        "does not serve FSDP2 units of bitsandbytes's weights",
-    ]
-    parts += [
-        "ZeroPPQuantConfig(bits=4)",
-        "own packing of frozen weights",
-        "Accelerate by itself trains it",
-        "ZEROPP_ENABLED=0",
-    ]
-    assert all(part in str(refused.value) for part in parts), refused.value
 
 
 def test_optimizers_lose_frozen_parameters_or_are_refused(caplog):
@@ -371,13 +357,6 @@ def test_skipped_modules_stay_dense_under_an_adapter():
     layers = model.base_model.model.model.layers
     assert type(layers[0].mlp.up_proj.base_layer) is nn.Linear
     assert type(layers[1].mlp.up_proj.base_layer) is PackedLinear
-
-
-def test_a_weight_tied_to_a_skipped_one_stays_tied():
-    model = tiny_llama(tie_word_embeddings=True).requires_grad_(False)
-    quantize_frozen(model, 4, skip=["lm_head"], pack_embeddings=True)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert isinstance(model.lm_head.weight, nn.Parameter) and model.lm_head.weight.dtype == torch.float32
 
 
 def test_what_loading_skipped_is_not_packed_later(tmp_path):

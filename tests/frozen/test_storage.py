@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from frozen_runs import UNQUANTIZED, prepare, tiny_llama, tokens, trainable, with_adapter
 from harness import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_zeropp.frozen import storage
-from hf_zeropp.frozen.modules import convert_module, packed_modules, set_packed
+from hf_zeropp.frozen.modules import convert_module, set_packed
 from hf_zeropp.frozen.storage import as_bytes, as_floats
 from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 from hf_zeropp.ops.frozen_format import FrozenFormat
@@ -98,44 +97,6 @@ def run_every_byte(rank: int, param_dtype: torch.dtype | None, folder: str) -> s
 def test_every_byte_survives_sharding_gathers_conversions_and_checkpoints(tmp_path, param_dtype):
     dtypes = run_ranks(run_every_byte, 2, param_dtype, str(tmp_path))
     assert dtypes == [{torch.float8_e4m3fn, torch.float8_e5m2}] * 2
-
-
-def run_training(rank: int, is_forced: bool, mixed_precision: str):
-    """Losses, the state dict's codes, bytes by collective, and dtypes that FSDP2 sharded."""
-    storage.force_floats = is_forced
-    model = with_adapter(tiny_llama(tie_word_embeddings=True))
-    accelerator, plugin, model, optimizer = prepare(
-        model, frozen_bits=4, mixed_precision=mixed_precision, ram_efficient=True, **UNQUANTIZED
-    )
-    losses = []
-    for _ in range(2):
-        loss = model(input_ids=tokens()[rank : rank + 1], labels=tokens()[rank : rank + 1]).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    state = {name: tensor for name, tensor in accelerator.get_state_dict(model).items() if "weight_" in name}
-    handle = plugin.handle_of(model)
-    counts = {name: (count.intra_node, count.cross_node) for name, count in handle.traffic.counts.items()}
-    stored = {param.dtype for _, module in packed_modules(model) for param in module.stored_params().values()}
-    assert trainable(model) and all(param.dtype.itemsize > 1 for param in trainable(model))
-    return losses, {name: tensor.numpy() for name, tensor in state.items()}, counts, stored
-
-
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_training_is_the_same_under_both_dtypes(mixed_precision):
-    """Losses, codes and bytes of gathers, bit for bit; where FSDP2 shards no integers, both are floats."""
-    forced, free = (run_ranks(run_training, 4, is_forced, mixed_precision) for is_forced in (True, False))
-    for (losses, state, counts, stored), (losses_free, state_free, counts_free, stored_free) in zip(
-        forced, free, strict=True
-    ):
-        assert losses == losses_free and counts == counts_free
-        assert state.keys() == state_free.keys()
-        assert all((state[name] == state_free[name]).all() and state[name].dtype == "uint8" for name in state)
-        assert stored == {torch.float8_e4m3fn, torch.float8_e5m2}
-        assert stored_free == (stored if storage.fsdp2_needs_floats() else {torch.uint8})
-    assert any(state for _, state, _, _ in forced)
 
 
 def run_integers(rank: int) -> bool:

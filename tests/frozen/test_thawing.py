@@ -6,7 +6,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from frozen_runs import UNQUANTIZED, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
-from harness import Scenarios, expect_errors
+from harness import Scenarios, scenarios_of
 from rollout_runs import train_step
 
 from hf_zeropp import ZeroPPPlugin
@@ -20,7 +20,7 @@ def prepared():
     return prepare(with_adapter(tiny_llama()), **UNQUANTIZED)
 
 
-def a_layer_that_thaws_is_refused_by_name(rank: int) -> None:
+def scenario_a_layer_that_thaws_is_refused_by_name(rank: int) -> None:
     accelerator, _, model, optimizer = prepared()
     train_step(accelerator, model, optimizer, rank)
     weight = model.get_parameter(NAME).requires_grad_(True)
@@ -33,7 +33,7 @@ def a_layer_that_thaws_is_refused_by_name(rank: int) -> None:
     train_step(accelerator, model, optimizer, rank)
 
 
-def a_layer_that_thaws_on_one_rank_is_a_disagreement_of_all(rank: int) -> None:
+def scenario_a_layer_that_thaws_on_one_rank_is_a_disagreement_of_all(rank: int) -> None:
     accelerator, _, model, optimizer = prepared()
     train_step(accelerator, model, optimizer, rank)
     if rank == 3:
@@ -42,24 +42,19 @@ def a_layer_that_thaws_on_one_rank_is_a_disagreement_of_all(rank: int) -> None:
         train_step(accelerator, model, optimizer, rank)
 
 
-SCENARIOS = Scenarios(
-    4, [a_layer_that_thaws_is_refused_by_name, a_layer_that_thaws_on_one_rank_is_a_disagreement_of_all]
-)
+def scenario_a_model_that_was_all_frozen(rank: int) -> None:
+    reset_accelerate()
+    plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2})
+    model = fsdp2_prepare_model(Accelerator(fsdp_plugin=plugin), tiny_llama().requires_grad_(False))
+    model(tokens())
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match="was made trainable after the model was prepared"):
+        model(tokens())
+
+
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize
 def test_thawing(scenario):
     SCENARIOS.check(scenario)
-
-
-def thaw_a_model_without_trainable_parameters(rank: int) -> None:
-    plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2})
-    model = fsdp2_prepare_model(Accelerator(fsdp_plugin=plugin), tiny_llama().requires_grad_(False))
-    model(tokens())
-    model.requires_grad_(True)
-    model(tokens())
-
-
-def test_thawing_a_model_that_was_all_frozen_is_refused():
-    for said in expect_errors(thaw_a_model_without_trainable_parameters, 4):
-        assert "was made trainable after the model was prepared" in said
