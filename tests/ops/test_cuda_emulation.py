@@ -112,15 +112,6 @@ def test_sums_of_products_that_overflow(emulated, bits):
     check(emulated, Case(layout, layout, slices, 1, values.view(-1), initial, torch.float32, 0.5, 0))
 
 
-@pytest.mark.parametrize("block", [64, 63])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_an_update_in_place_of_a_quantized_base(emulated, bits, block):
-    """The base gives the values from which its new scales and codes are made."""
-    layout, base_layout = (WireLayout([Segment(3000, width)], block) for width in (4, bits))
-    values = torch.randn(3000) * torch.linspace(1, 1000, 3000)
-    check(emulated, Case(layout, base_layout, 1, 1, values, None, torch.float32, 1.0, 0))
-
-
 @pytest.mark.parametrize("parts", [31, 32, 33, 64, 385, 1023, 1025])
 def test_tiles_of_many_parts(emulated, parts):
     """Warps find their tile among the parts in rounds of 32 places, also where parts are of very different sizes."""

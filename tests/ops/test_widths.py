@@ -38,6 +38,7 @@ def kernels_named(name: str) -> ops.CompiledKernels:
 
 
 @needs_compiled
+@pytest.mark.thorough("dtype1-*")
 @pytest.mark.parametrize("bits", QMAX)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_operator_in_every_width(bits, dtype):
