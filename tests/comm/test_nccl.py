@@ -37,18 +37,13 @@ def calls_of_rank(rank: int, ranks_per_node: int, settings: dict) -> list[tuple[
     return calls
 
 
+@pytest.mark.thorough("default", "delta")
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"overlap": False},
-        {"overlap": False, "qwz_mode": "delta", "qwz_bits": 4},
-        {"overlap": False, "qwz_mode": "exact"},
-    ],
-    ids=["default", "delta", "exact"],
+    "settings", [{}, {"qwz_mode": "delta", "qwz_bits": 4}, {"qwz_mode": "exact"}], ids=["default", "delta", "exact"]
 )
 def test_every_rank_issues_the_same_collectives_in_the_same_order(settings):
     """NCCL can be told to keep the order of calls, but not to find one that all ranks have in common."""
-    ranks = run_ranks(calls_of_rank, 4, 2, settings | {"shared_memory": False})
+    ranks = run_ranks(calls_of_rank, 4, 2, settings | {"overlap": False, "shared_memory": False})
     assert len({name for name, *_ in ranks[0]}) >= 4  # both hops, gathers and reductions
     if settings.get("qwz_mode") == "exact":
         # Changed words are padded to the longest wire of the cross group, and its ranks alone must send as many bytes.
@@ -102,6 +97,9 @@ def test_the_variables_are_set_where_the_package_is_asked_for_anything(way):
     """A script on plain FSDP2 has a process group by then."""
     is_late = way == "plain FSDP2"
     assert run_ranks(variables_behind, 1, way, env={INTERFACES_OF_NCCL: "=lo"}, init=is_late) == [("1", "lo", is_late)]
+
+
+def test_an_import_sets_none_of_the_variables():
     assert run_ranks(variables_behind, 1, "import", env={INTERFACES_OF_NCCL: "=lo"}) == [(None, None, False)]
 
 

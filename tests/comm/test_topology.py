@@ -35,11 +35,15 @@ def test_rank_r_is_y_times_n_plus_x(world_size: int) -> None:
             assert cross == [i * ranks_per_node + x for i in range(world_size // ranks_per_node)]
 
 
+def nodes_of_every_case(rank: int) -> list[tuple[str, list[str]]]:
+    return [nodes_of_hosts(rank, *case) for *case, _ in HOSTS]
+
+
 def nodes_of_hosts(
     rank: int, hosts: str, setting: int | str | list, local_sizes: list[int | None]
 ) -> tuple[str, list[str]]:
     """Agree on nodes, on a rank that runs on ``hosts[rank]`` and was told a local size. Return the outcome and warnings."""
-    os.environ.pop("LOCAL_WORLD_SIZE")
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
     if local_sizes[rank] is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(local_sizes[rank])
     messages: list[str] = []
@@ -52,31 +56,31 @@ def nodes_of_hosts(
         return str(error), messages
 
 
-@pytest.mark.parametrize(
-    ("hosts", "setting", "local_sizes", "outcome"),
-    [
-        ("aabb", "auto", [2] * 4, "2"),
-        ("aaaa", 2, [4] * 4, "2"),
-        ("aaaa", "auto", [4] * 4, "4"),
-        (
-            "abab",
-            "auto",
-            [2] * 4,
-            "ranks 0 and 1 would share a node of 2 ranks, but run on different hosts (host-a, host-b)",
-        ),
-        ("abab", ["auto", 2, 2, 2], [2] * 4, "ranks 0 and 1 would share a node of 2 ranks"),
-        ("aabb", 4, [2] * 4, "4"),
-        ("aaab", "auto", [3, 3, 3, 1], "rank 0 says: LOCAL_WORLD_SIZE=3 must divide the world of 4"),
-        ("aabb", "auto", [2, 2, 2, None], "rank 3 says: ranks_per_node"),
-        ("aabc", "auto", [2, 2, 1, 1], "rank 0 has 2, rank 2 has 1"),
-    ],
-)
-def test_nodes_are_made_of_hosts(hosts, setting, local_sizes, outcome) -> None:
+# The host of each rank, the setting, local sizes, and the outcome.
+HOSTS: list[tuple[str, int | str | list, list[int | None], str]] = [
+    ("aabb", "auto", [2] * 4, "2"),
+    ("aaaa", 2, [4] * 4, "2"),
+    ("aaaa", "auto", [4] * 4, "4"),
+    (
+        "abab",
+        "auto",
+        [2] * 4,
+        "ranks 0 and 1 would share a node of 2 ranks, but run on different hosts (host-a, host-b)",
+    ),
+    ("abab", ["auto", 2, 2, 2], [2] * 4, "ranks 0 and 1 would share a node of 2 ranks"),
+    ("aabb", 4, [2] * 4, "4"),
+    ("aaab", "auto", [3, 3, 3, 1], "rank 0 says: LOCAL_WORLD_SIZE=3 must divide the world of 4"),
+    ("aabb", "auto", [2, 2, 2, None], "rank 3 says: ranks_per_node"),
+    ("aabc", "auto", [2, 2, 1, 1], "rank 0 has 2, rank 2 has 1"),
+]
+
+
+def test_nodes_are_made_of_hosts() -> None:
     """All ranks get the same answer, and none waits for a rank that objects."""
-    ranks = run_ranks(nodes_of_hosts, 4, hosts, setting, local_sizes)
-    assert len({said for said, _ in ranks}) == 1 and outcome in ranks[0][0], ranks
-    spans_hosts = hosts == "aabb" and setting == 4
-    assert [len(messages) for _, messages in ranks] == [int(spans_hosts), 0, 0, 0]
+    for (hosts, setting, _, outcome), *ranks in zip(HOSTS, *run_ranks(nodes_of_every_case, 4), strict=True):
+        assert len({said for said, _ in ranks}) == 1 and outcome in ranks[0][0], (hosts, setting, ranks)
+        spans_hosts = hosts == "aabb" and setting == 4
+        assert [len(messages) for _, messages in ranks] == [int(spans_hosts), 0, 0, 0], (hosts, setting, ranks)
 
 
 def test_one_rank_without_a_launcher_is_one_node(monkeypatch) -> None:

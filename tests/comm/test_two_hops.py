@@ -190,49 +190,6 @@ def test_reduce_equals_the_sum_up_to_half_a_step_per_hop(world_size):
     assert len(runs[0][0]) == len(node_sizes(world_size)) * len(REDUCED_SLICES) * len(DTYPES) * pairs
 
 
-def check_accumulation(case: Case, rank: int) -> None:
-    """Check two micro-steps of the node hop and a last one, with gradients of its own or without (a skipped layer)."""
-    world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)
-    world_size = dist.get_world_size()
-    reduce = world.reduce if case.dtype == torch.bfloat16 else world.reduce_async
-    outputs = [torch.full((layouts.node_hop.numel,), float("nan"), dtype=case.dtype) for _ in range(2)]
-    for output, last in zip(outputs, ("reduce", "flush"), strict=True):
-        partial = None
-        for seed in (1, 2):
-            world.poison()
-            flight = reduce.start_node_hop(case.values(rank, world_size, seed), layouts)
-            partial = reduce.accumulate(flight, layouts, partial)
-            assert partial.dtype == torch.float32
-            assert partial.numel() == world.topology.num_nodes * layouts.node_hop.numel, "1/N of the unit"
-        if last == "reduce":
-            last_flight = reduce.start_node_hop(case.values(rank, world_size, 3), layouts)
-            flight = reduce.start_cross_hop(layouts, partial, last_flight)
-        else:
-            flight = reduce.start_cross_hop(layouts, partial)
-        reduce.finish(flight, layouts, output)
-    for output, seeds in zip(outputs, ((1, 2, 3), (1, 2)), strict=True):
-        exact, bound = exact_and_bound(case, rank, seeds)
-        error = (output.double() - exact).abs()
-        bound = bound + rounding(exact.abs() + bound, case.dtype)
-        assert (error <= bound).all(), f"{seeds}: error {error.max()} over the bound by {(error - bound).max()}"
-
-
-def run_accumulations(rank: int) -> None:
-    sizes = node_sizes(dist.get_world_size())
-    bits = ((8, 4), (None, None), (4, None), (None, 8))
-    cases = [
-        Case(size, name, dtype, *pair)
-        for size, name, dtype, pair in itertools.product(sizes, ("awkward", "empty"), DTYPES, bits)
-    ]
-    each_case(cases, lambda case: check_accumulation(case, rank))
-
-
-@pytest.mark.thorough("6")
-@pytest.mark.parametrize("world_size", (1, 4, 6))
-def test_accumulated_partial_sums_reach_the_cross_hop(world_size):
-    run_ranks(run_accumulations, world_size)
-
-
 def check_native_sums(case: Case, rank: int) -> None:
     """Check that partial sums are what stock reduce-scatters of the same rows give, bit for bit, and count as a ring's bytes."""
     world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)

@@ -12,13 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import each_case, run_ranks
-from op_cases import error_in_scales
 from two_hops import DTYPES, Case, cross, digest, node_sizes, world_of
 
-from hf_zeropp import ops
 from hf_zeropp.comm.two_hops import Delta, GatherLayouts, TwoHopGather, WholeWeights
 from hf_zeropp.ops import reference
-from hf_zeropp.ops.format import WireLayout
 
 WORLDS = (3, 4, 6)
 STEPS = 4
@@ -88,31 +85,3 @@ def run_deltas(rank: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_deltas_make_the_copies_that_the_reference_makes(world_size):
     run_ranks(run_deltas, world_size)
-
-
-@pytest.mark.thorough("3")
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_a_copy_is_off_by_the_error_of_the_last_delta_and_its_own_rounding(bits):
-    """Errors of earlier deltas do not add up."""
-    case = Case(1, "blocks", torch.bfloat16, bits)
-    layouts = gather_layouts(case, None)
-    base = ops.quantize(masters(case, 0, 0), layouts.kept)
-    for step in range(1, 20):
-        weights = masters(case, 0, step)
-        wire = ops.quantize_difference(weights, base, layouts.kept, layouts.delta)
-        errors = decoded_scales(wire, layouts.delta) * error_in_scales(bits)
-        base = ops.dequantize_update(wire, layouts.delta, base, layouts.kept)
-        copy = ops.dequantize(base, layouts.kept, dtype=torch.float32)
-        half_ulp = (weights.abs() + errors) * 2.0**-8
-        assert ((copy - weights).abs() <= errors * (1 + 1e-5) + half_ulp).all(), step
-
-
-def decoded_scales(wire: torch.Tensor, layout: WireLayout) -> torch.Tensor:
-    """Return the scale of every element's block, and 0 for elements that travel raw."""
-    scales = torch.zeros(layout.numel)
-    for part in layout.parts:
-        if part.bits and part.numel:
-            count = -(-part.numel // layout.block)
-            stored = wire[part.scales : part.scales + 2 * count].clone().view(torch.bfloat16).float()
-            scales[part.element : part.element + part.numel] = stored.repeat_interleave(layout.block)[: part.numel]
-    return scales
