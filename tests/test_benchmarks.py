@@ -18,7 +18,7 @@ import torch
 BENCHMARKS = Path(__file__).parent.parent / "scripts/benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from library import network, sandbox  # noqa: E402
+from library import sandbox  # noqa: E402
 from library.rounds import Measurement, busiest_link_bytes, largest_counted_bytes, step_seconds  # noqa: E402
 from library.stages import Round, Stage, run_rounds  # noqa: E402
 from library.study import Study  # noqa: E402
@@ -32,39 +32,16 @@ needs_namespaces = pytest.mark.skipif(WHY_IMPOSSIBLE is not None, reason=f"no em
 LIMIT_S = 120
 
 DRIVER = """
-import signal, sys
+import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and hand that down
 sys.path.insert(0, {benchmarks!r})
 from library.cluster import Cluster
 from library.sandbox import enter_sandbox
 enter_sandbox()
-with Cluster(2, 1, {{"PYTHONPATH": {tests!r}}}) as one:
+with Cluster(2, 1):
     print("up", flush=True)
-    {body}
+    time.sleep(300)
 """
-
-
-class Exchange:
-    """Served on ranks by the tests below, as ``test_benchmarks:Exchange``."""
-
-    def megabytes(self, count: int) -> float:
-        """Return the seconds of an all-gather in which each of two ranks sends so many megabytes."""
-        import torch
-        import torch.distributed as dist
-
-        dist.barrier()
-        start = time.monotonic()
-        dist.all_gather(
-            [torch.empty(count * 10**6, dtype=torch.uint8) for _ in range(2)],
-            torch.zeros(count * 10**6, dtype=torch.uint8),
-        )
-        return time.monotonic() - start
-
-    def fail(self) -> None:
-        raise LookupError("on purpose")
-
-    def die(self) -> None:
-        os._exit(3)
 
 
 def visible_network() -> tuple[set[str], str]:
@@ -92,19 +69,13 @@ def untouched_network():
     assert visible_network() == before
 
 
-def start(body: str, tmp_path: Path, mark: str = "unmarked") -> subprocess.Popen:
+def start_cluster(tmp_path: Path, mark: str) -> subprocess.Popen:
     script = tmp_path / "driver.py"
-    script.write_text(DRIVER.format(benchmarks=str(BENCHMARKS), tests=os.path.dirname(__file__), body=body))
+    script.write_text(DRIVER.format(benchmarks=str(BENCHMARKS)))
     environment = os.environ | {"TEST_MARK": mark, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     return subprocess.Popen(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-
-
-def run(body: str, tmp_path: Path) -> tuple[int, str, str]:
-    process = start(body, tmp_path)
-    out, err = process.communicate(timeout=LIMIT_S)
-    return process.returncode, out, err
 
 
 # ------------------------------------------------------------------------------------------------------------- stages
@@ -164,51 +135,14 @@ def test_a_stage_that_hangs_or_dies_costs_its_own_result_only(tmp_path: Path) ->
         assert {"summary.md", "summary.json", *(f"{name}.log" for name in results)} <= set(packed.getnames())
 
 
-def test_stages_end_with_the_time_of_their_round(tmp_path: Path) -> None:
-    lane = [Stage(name, ["-c", "import time; time.sleep(300)"], 100.0) for name in ("first", "second")]
-    assert [one.result for one in run_rounds([Round(1.0, [lane])], tmp_path, "title")] == ["timed out", "timed out"]
-
-
 # --------------------------------------------------------------------------------------------------------- the cluster
-
-
-@needs_namespaces
-def test_links_are_as_slow_as_asked(tmp_path: Path, untouched_network: None) -> None:
-    """5 MB each way take 0.4 s at 100 Mbit/s, and next to nothing without a limit."""
-    body = """
-    with one.start("test_benchmarks:Exchange") as ranks:
-        ranks.call("megabytes", 1)
-        fast = max(ranks.call("megabytes", 5))
-        one.set_link("100mbit")
-        print(fast, max(ranks.call("megabytes", 5)))"""
-    status, out, err = run(body, tmp_path)
-    assert status == 0, err
-    fast, slow = map(float, out.split()[1:])
-    assert slow > 0.35
-    assert slow > 2 * fast
-
-
-@needs_namespaces
-def test_a_rank_that_raises_is_shown_with_its_traceback_and_one_that_dies_ends_the_run(
-    tmp_path: Path, untouched_network: None
-) -> None:
-    body = """
-    try:
-        with one.start("test_benchmarks:Exchange") as ranks: ranks.call("fail")
-    except Exception as error:
-        print(error)
-    with one.start("test_benchmarks:Exchange") as ranks: ranks.call("die")"""
-    status, out, err = run(body, tmp_path)
-    assert status == 1
-    assert "LookupError: on purpose" in out
-    assert "ClusterError: rank" in err and "died" in err
 
 
 @needs_namespaces
 @pytest.mark.parametrize("how", [pytest.param("SIGINT", marks=pytest.mark.long), "SIGTERM", "SIGKILL"])
 def test_nothing_survives_however_it_ends(how: str, tmp_path: Path, untouched_network: None) -> None:
     mark = f"cluster-test-{os.getpid()}-{how}"
-    process = start("import time; time.sleep(300)", tmp_path, mark)
+    process = start_cluster(tmp_path, mark)
     assert process.stdout.readline() == "up\n"
     assert len(ranks_alive(mark)) > 2
     if how == "SIGINT":  # a terminal sends it to the whole group
@@ -221,18 +155,6 @@ def test_nothing_survives_however_it_ends(how: str, tmp_path: Path, untouched_ne
     while (alive := ranks_alive(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert alive == []
-
-
-@pytest.mark.parametrize(
-    ("text", "bits"), [("200mbit", 2e8), ("1gbit", 1e9), ("1.5mbit", 1.5e6), ("64kbit", 6.4e4), ("unlimited", None)]
-)
-def test_rates(text: str, bits: float | None) -> None:
-    assert network.bits_per_second(text) == bits
-
-
-def test_a_rate_must_be_one() -> None:
-    with pytest.raises(ValueError, match="expected a rate such as 200mbit"):
-        network.bits_per_second("fast")
 
 
 def test_without_namespaces_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,40 +210,6 @@ def test_cluster_benchmark(tmp_path: Path, untouched_network: None) -> None:
     assert json.loads(output.read_text())["cells"] == study["cells"]
 
 
-@pytest.mark.long
-@needs_namespaces
-def test_generation_benchmark(untouched_network: None) -> None:
-    """Its own checks: more tokens per second than stock at the lowest rate, and no weights on the network."""
-    assert "tokens/s" in run_quick("bench_generation.py")
-
-
-@pytest.mark.long
-@needs_namespaces
-def test_sync_benchmark(untouched_network: None) -> None:
-    """Its own checks: a sync by ``publish_weights`` adds no bytes to a step, TRL's does, and takes longer."""
-    assert "publish_weights" in run_quick("bench_sync.py")
-
-
-@pytest.mark.long
-@needs_namespaces
-def test_losses_benchmark(tmp_path: Path, untouched_network: None) -> None:
-    """Its own checks: losses near stock from scratch and in fine-tuning, and the bytes of deltas and of changed words."""
-    output = tmp_path / "losses.json"
-    assert "min_traffic" in run_quick("bench_losses.py", "--output", str(output))
-    assert {run["task"] for run in json.loads(output.read_text())["runs"]} == {"scratch", "fine-tuning"}
-    assert "losses.png" in output.with_suffix(".md").read_text()
-
-
-@pytest.mark.long
-@needs_namespaces
-@pytest.mark.skipif(
-    not (BENCHMARKS.parents[1] / "runs/smollm2").exists(), reason="no model in runs/smollm2: bash scripts/real_model.sh"
-)
-def test_losses_of_a_trained_model(untouched_network: None) -> None:
-    """Its own checks: both variants learn, and end near each other."""
-    assert "balanced" in run_quick("bench_real_model.py")
-
-
 def test_intervals_over_seeds() -> None:
     """Student's interval of a textbook example, and none for one seed."""
     from library.losses import Interval
@@ -331,16 +219,6 @@ def test_intervals_over_seeds() -> None:
     assert interval.text("{:.1f}".format, 1.0) == "**3.0 [1.0, 5.0]**"
     assert interval.text("{:.1f}".format, 3.5) == "3.0 [1.0, 5.0]"
     assert Interval.of([2.0]).text("{:.1f}".format, 1.0) == "2.0"
-
-
-@pytest.mark.long
-@needs_namespaces
-def test_step_times_behind_a_checkpoint(tmp_path: Path, untouched_network: None) -> None:
-    """Step times of exact weights, behind some steps of training."""
-    output = tmp_path / "exact_steps.json"
-    flags = ["--pretraining", "20", "--learning-rates", "1e-5", "--variants", "compute", "stock", "exact"]
-    assert "100 Mbit/s, 2 micro-steps per step" in run_quick("bench_cluster.py", *flags, "--output", str(output))
-    assert "exact_steps.png" in output.with_suffix(".md").read_text()
 
 
 def test_a_page_is_written_anew_from_the_file_alone(tmp_path: Path) -> None:

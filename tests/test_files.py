@@ -8,6 +8,8 @@ import pytest
 
 from hf_zeropp.files import written_at_once
 
+pytestmark = pytest.mark.one_rank
+
 
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
     (tmp_path / "file").write_text("old")

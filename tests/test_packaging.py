@@ -119,6 +119,7 @@ def set_up(clone: Path, command: list[str], **variables: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.one_rank
 def test_it_is_set_up_without_a_network_in_the_environment_that_is_first_on_the_path(clone: Path) -> None:
     """What is checked: which python, that nothing is downloaded or made, the compiled library, and what is said to be missing."""
     done = set_up(clone, without_network(), HF_ZEROPP_OFFLINE="1")
@@ -131,6 +132,7 @@ def test_it_is_set_up_without_a_network_in_the_environment_that_is_first_on_the_
     assert re.search(r"what needs them will not run: pytest .*ruff ", done.stderr)
 
 
+@pytest.mark.thorough
 def test_without_a_network_it_names_what_is_missing(clone: Path) -> None:
     packages = next((clone.parent / "environment").glob("lib/python*/site-packages"))
     for name in ("torch", "psutil", "scikit_build_core"):
