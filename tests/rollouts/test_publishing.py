@@ -221,17 +221,18 @@ def test_adapters_alone_have_the_names_of_peft_s_files(make, adapter):
     assert all(torch.equal(weight.read(), expected[weight.name]) for weight in alone)
 
 
+# Settings, and how the adapters can be published: merged, alone, or in both ways.
 OTHERS = {
-    "LOHA": {"r": 4},
-    "VERA": {"r": 4},
-    "OFT": {"r": 8, "oft_block_size": 0},
-    "HRA": {"r": 4},
-    "BOFT": {"boft_block_size": 4},
-    "ADALORA": {"total_step": 10},
-    "RANDLORA": {"r": 4},
-    "DELORA": {"r": 4},
-    "SHIRA": {"r": 4},
-    "VBLORA": {"vector_length": 16, "num_vectors": 16},
+    "LOHA": ({"r": 4}, "both"),
+    "VERA": ({"r": 4}, "merged"),
+    "OFT": ({"r": 8, "oft_block_size": 0}, "alone"),
+    "HRA": ({"r": 4}, "alone"),
+    "BOFT": ({"boft_block_size": 4}, "alone"),
+    "ADALORA": ({"total_step": 10}, "alone"),
+    "RANDLORA": ({"r": 4}, "merged"),
+    "DELORA": ({"r": 4}, "merged"),
+    "SHIRA": ({"r": 4}, "merged"),
+    "VBLORA": ({"vector_length": 16, "num_vectors": 16}, "merged"),
 }
 
 
@@ -247,14 +248,21 @@ def with_another_adapter(peft_type: str, make=tiny_llama, **settings) -> nn.Modu
 
 
 @pytest.mark.parametrize("peft_type", OTHERS)
-def test_other_adapters_are_merged_as_peft_merges_them_or_refused(peft_type):
-    model = with_another_adapter(peft_type, target_modules=["q_proj"], **OTHERS[peft_type])
-    if peft_type not in ("OFT", "HRA", "BOFT", "ADALORA"):
-        weights = {weight.name: weight.read() for weight in merged_weights(model)}
-        torch.testing.assert_close(weights, dict(model.merge_and_unload().state_dict()), atol=1e-5, rtol=1e-5)
+def test_other_adapters_are_published_as_peft_has_them_or_refused(peft_type):
+    settings, how = OTHERS[peft_type]
+    model = with_another_adapter(peft_type, target_modules=["q_proj"], **settings)
+    if how == "merged":
+        with pytest.raises(ValueError, match=f'got {peft_type.lower()}.*Publish with adapters="merged"'):
+            adapter_weights(model)
     else:
+        weights = {weight.name: weight.read() for weight in adapter_weights(model)}
+        torch.testing.assert_close(weights, get_peft_model_state_dict(model), atol=0, rtol=0)
+    if how == "alone":
         with pytest.raises(ValueError, match=f"got {peft_type.lower()} in layer model.layers.0.self_attn.q_proj"):
             merged_weights(model)
+    else:
+        weights = {weight.name: weight.read() for weight in merged_weights(model)}
+        torch.testing.assert_close(weights, dict(model.merge_and_unload().state_dict()), atol=1e-5, rtol=1e-5)
 
 
 def tiny_gpt2() -> GPT2LMHeadModel:
@@ -277,17 +285,6 @@ def test_adapters_on_weights_that_lie_transposed_are_merged_as_the_model_compute
     merged.load_state_dict({weight.name: weight.read() for weight in merged_weights(model)}, strict=False)
     assert (expected - start).abs().max() > 0.01
     torch.testing.assert_close(merged(tokens()).logits, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("peft_type", OTHERS)
-def test_other_adapters_alone_are_all_that_peft_s_files_hold_or_refused(peft_type):
-    model = with_another_adapter(peft_type, target_modules=["q_proj"], **OTHERS[peft_type])
-    if peft_type in ("VERA", "RANDLORA", "DELORA", "SHIRA", "VBLORA"):
-        with pytest.raises(ValueError, match=f'got {peft_type.lower()}.*Publish with adapters="merged"'):
-            adapter_weights(model)
-    else:
-        weights = {weight.name: weight.read() for weight in adapter_weights(model)}
-        torch.testing.assert_close(weights, get_peft_model_state_dict(model), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("initial", ["pissa", "pissa_niter_2", "olora"])
