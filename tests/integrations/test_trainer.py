@@ -112,19 +112,23 @@ def test_one_node_trains_on_fsdp2_and_logs_nothing(tmp_path):
     assert run_ranks(train_in_one_node, 2, str(tmp_path))[0] == []
 
 
-def settings_from_a_file(rank: int, folder: str, path: str):
+def settings_of_other_forms(rank: int, folder: str, path: str):
+    """What trackers write as JSON of settings that are an object, and the settings of a file."""
+    trainer = build_trainer(folder, ZeroPPConfig(**TWO_NODES), max_steps=1)
+    written = json.loads(trainer.args.to_json_string())["fsdp_config"]["zeropp"]
     trainer = build_trainer(folder, fsdp=True, fsdp_config=None, max_steps=1)
     trainer.args.fsdp_config["zeropp"] = path
     callback = callback_of(trainer)
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    return callback._plugin.zeropp.to_dict()
+    return written, callback._plugin.zeropp.to_dict()
 
 
 @pytest.mark.thorough
-def test_settings_may_stand_in_a_file(tmp_path):
+def test_settings_may_be_an_object_or_stand_in_a_file(tmp_path):
     path = tmp_path / "zeropp.json"
     path.write_text(json.dumps({"qwz_bits": 4, "ranks_per_node": 2}))
-    settings = run_ranks(settings_from_a_file, 2, str(tmp_path), str(path))[0]
+    written, settings = run_ranks(settings_of_other_forms, 2, str(tmp_path), str(path))[0]
+    assert ZeroPPConfig.from_dict(written) == ZeroPPConfig(**TWO_NODES)
     assert (settings["qwz_bits"], settings["ranks_per_node"]) == (4, 2)
 
 
@@ -166,12 +170,6 @@ def refuse_what_would_have_no_effect(rank: int, folder: str) -> None:
 
 def test_what_would_have_no_effect_is_refused(tmp_path):
     run_ranks(refuse_what_would_have_no_effect, 2, str(tmp_path))
-
-
-def test_trackers_write_settings_as_json(tmp_path):
-    """With the other arguments, also where they are an object."""
-    text = training_arguments(str(tmp_path), ZeroPPConfig(**TWO_NODES)).to_json_string()
-    assert json.loads(text)["fsdp_config"]["zeropp"]
 
 
 def settings_without_callback(rank: int, folder: str, first_has_one: bool):
