@@ -197,7 +197,7 @@ def scenario_partial_sums_in_bf16_are_the_same_in_every_run_and_way(rank: int, o
     ways = ({}, {}, {"overlap": not overlap}, {"shared_memory": False}, {"qgz_accumulator": "float32"})
     for settings in ways:
         model = shard(make_lm())
-        handle = apply(model, overlap, **(BF16 | settings))
+        handle = apply(model, **({"overlap": overlap} | BF16 | settings))
         handle.set_last_micro_step(False)
         backward(model, rank, 0)
         held.append(handle.partial_bytes())
