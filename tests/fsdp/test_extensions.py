@@ -141,7 +141,7 @@ def beside_stock(rank: int, make: Callable[[], nn.Module], width: int, mode: str
 NEEDS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 
-@pytest.mark.thorough("*unquantized", "*no copies", "replicas-exact", "two parts-values", "float8-exact", "nf4-values")
+@pytest.mark.thorough("*unquantized", "*no copies", "replicas-*", "two parts-values", "float8-exact", "nf4-values")
 @pytest.mark.parametrize("mode", SETTINGS)
 @pytest.mark.parametrize(
     ("make", "width"),

@@ -91,5 +91,6 @@ def nodes_use_different_layers(rank: int) -> None:
                 model(tokens_of(rank))
 
 
+@pytest.mark.thorough
 def test_nodes_may_use_different_layers_under_the_check():
     run_ranks(nodes_use_different_layers, 4, env=CHECK)
