@@ -184,6 +184,11 @@ def test_deepspeed_keys_without_translation_are_refused_with_a_remedy(keys: dict
         assert word in str(error.value)
 
 
+def test_a_misspelt_preset_is_named() -> None:
+    with pytest.raises(ValueError, match="'ballanced' is neither a preset .* Did you mean 'balanced'"):
+        ZeroPPConfig.resolve("ballanced")
+
+
 def test_a_presets_name_stands_for_its_settings(tmp_path, monkeypatch) -> None:
     """A name does where a mapping or a file does; a path with a folder or a suffix is a file in any case."""
     monkeypatch.chdir(tmp_path)
@@ -318,6 +323,8 @@ def test_files_that_hold_something_else_are_named(tmp_path, content: str) -> Non
         ("zero_optimization: {stage: 3}\nzeropp_config: {qwz_bits: 4}", "Remove one of them"),
         ("preset: [paper]", "preset must be one of"),
         ("qwz_bitz: 8", "Did you mean 'qwz_bits'"),
+        ("zero_quantized_weights: true", "DeepSpeed's key: set qwz_bits to 8"),
+        ("num_nodes: 2", "told by ranks_per_node"),
         # What an enemy may have written: it takes no memory, calls nothing, and is not repeated in the message.
         ("qgz_bits: 4\n" + "#" * 2**21, "more than 1048576 bytes"),
         ("qgz_bits: " + "[" * 10**4, "nested too deeply"),
