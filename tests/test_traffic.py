@@ -80,7 +80,7 @@ def scenario_half_of_the_model(rank: int) -> None:
         sent = set()
         for micro_steps in (1, 4):
             # So wide that norms and biases, which travel raw, weigh as little as in a real model.
-            model = shard(make_lm(hidden=512, inner=2048), POLICIES["bf16 reduce"])
+            model = shard(make_lm(depth=1, hidden=768, inner=3072), POLICIES["bf16 reduce"])
             handle = apply_zeropp(model, NODES | {"qwz_mode": "delta", "qwz_bits": bits})
             steps(model, handle, rank, 1)
             handle.traffic.reset()
