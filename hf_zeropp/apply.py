@@ -44,8 +44,8 @@ from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.fsdp.sharded_models import find_units, without_compile_wrapper
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.frozen_copies import compare_frozen
-from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather, install_frozen_gathers, refuse_thawed_before_forwards
 from hf_zeropp.fsdp.weights.gather import MIXED_DTYPES, WeightGather
+from hf_zeropp.fsdp.weights.node_gather import NodeGather, install_node_gathers, refuse_thawed_before_forwards
 from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.ops.format import FLOAT_DTYPES
@@ -143,7 +143,7 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes, meshes)
     run = ModelRun(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
     # The copies of frozen weights on several nodes must be equal and stay so, whether ZeRO++ has anything to do or not.
-    frozen = install_frozen_gathers(model, of_nodes, run.traffic)
+    frozen = install_node_gathers(model, of_nodes, run.traffic)
     if frozen:
         compare_frozen(model, frozen, run)
     if not plan.is_enabled or mesh.topology.num_nodes == 1:
@@ -185,7 +185,7 @@ def _install_two_hops(
     run: ModelRun,
     units: Sequence[Unit],
     meshes: Mapping[tuple[int, ...], ShardMesh],
-    frozen: Sequence[FrozenGather],
+    frozen: Sequence[NodeGather],
 ) -> Decisions:
     # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.
     channel = Channel(new_cpu_group(run.mesh.groups.data_parallel))

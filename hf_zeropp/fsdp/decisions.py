@@ -19,9 +19,9 @@ from hf_zeropp.fsdp.gradients.plain import PlainParameters
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.questions import Questions
-from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import WeightGather
 from hf_zeropp.fsdp.weights.low_rates import warn_of_low_rate
+from hf_zeropp.fsdp.weights.node_gather import NodeGather
 from hf_zeropp.fsdp.weights.weight_decisions import WeightDecisions
 from hf_zeropp.muon import Muon, warn_of_gathers
 from hf_zeropp.traffic import OPTIMIZER
@@ -33,7 +33,7 @@ class Decisions:
     Args:
         run: what all units share.
         agreement: compares statements of all ranks.
-        frozen: the gathers of all units over a node.
+        of_nodes: the gathers of all units over a node.
         model: the model, which is not kept alive.
 
     Attributes:
@@ -41,9 +41,9 @@ class Decisions:
         weights, gradients: the decisions on both.
     """
 
-    def __init__(self, run: ModelRun, agreement: Agreement, frozen: Sequence[FrozenGather], model: nn.Module) -> None:
-        self.questions = Questions(run, agreement, frozen)
-        self.weights = WeightDecisions(run, self.questions, frozen)
+    def __init__(self, run: ModelRun, agreement: Agreement, of_nodes: Sequence[NodeGather], model: nn.Module) -> None:
+        self.questions = Questions(run, agreement, of_nodes)
+        self.weights = WeightDecisions(run, self.questions, of_nodes)
         self.gradients = GradientDecisions(run, self.questions)
         self._run = run
         self._agreement = agreement

@@ -21,7 +21,7 @@ from hf_zeropp.comm.disagreement import SKIP_IN_A_NODE, Statement
 from hf_zeropp.comm.hop import HopError
 from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.units import Unit
-from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
+from hf_zeropp.fsdp.weights.node_gather import NodeGather
 
 # [Note: what ran]
 # Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
@@ -51,7 +51,7 @@ class Questions:
     Args:
         run: what all units share.
         agreement: compares statements.
-        frozen: the gathers of all units over a node.
+        of_nodes: the gathers of all units over a node.
 
     Attributes:
         units: those over the world, in module order. A question carries a number for each.
@@ -59,12 +59,12 @@ class Questions:
             question.
     """
 
-    def __init__(self, run: ModelRun, agreement: Agreement, frozen: Sequence[FrozenGather]) -> None:
+    def __init__(self, run: ModelRun, agreement: Agreement, of_nodes: Sequence[NodeGather]) -> None:
         self.units: list[Unit] = []
         self.tells_node = False
         self._run = run
         self._agreement = agreement
-        self._frozen = frozen
+        self._of_nodes = of_nodes
         self._node_group = run.mesh.topology.node_group
         self._are_of_node: dict[dist.ProcessGroup, bool] = {}
         self._ran: list[str] = []  # what ran since the last question, in the plural
@@ -151,7 +151,7 @@ class Questions:
 
     def thawed(self) -> tuple[str, ...]:
         """Return the names of frozen weights that train now."""
-        return tuple(name for gather in self._frozen for name in gather.thawed())
+        return tuple(name for gather in self._of_nodes for name in gather.thawed())
 
     def _is_of_node(self, group: dist.ProcessGroup) -> bool:
         """Return whether a group has the ranks of the node, and several of them. Copies and experts may lie on other groups."""

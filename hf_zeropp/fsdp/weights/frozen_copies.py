@@ -22,10 +22,10 @@ from hf_zeropp.dtensors import local_tensor_of
 from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.weights.fingerprint import sum_of_bits
 from hf_zeropp.fsdp.weights.first_use import on_first_use
-from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
+from hf_zeropp.fsdp.weights.node_gather import NodeGather
 
 
-def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: ModelRun) -> None:
+def compare_frozen(model: nn.Module, gathers: Sequence[NodeGather], run: ModelRun) -> None:
     """Compare the frozen weights of all nodes: now, or before the model's first forward if they are on ``meta``. Collective.
 
     Raises:
@@ -39,7 +39,7 @@ def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: Model
         on_first_use(model, lambda: _compare(gathers, run))
 
 
-def _compare(gathers: Sequence[FrozenGather], run: ModelRun) -> None:
+def _compare(gathers: Sequence[NodeGather], run: ModelRun) -> None:
     names = [name for gather in gathers for name in gather.names]
     sums = [_sum_of(local_tensor_of(param)) for gather in gathers for param in gather.unit.params]
     across = filter(None, (run.mesh.topology.cross_group, run.mesh.replicas))

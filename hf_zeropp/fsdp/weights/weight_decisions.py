@@ -24,8 +24,8 @@ from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.questions import Questions
 from hf_zeropp.fsdp.unit_words import words_of_structure, words_of_unseen_changes
 from hf_zeropp.fsdp.weights.freshness import Change
-from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import WeightGather
+from hf_zeropp.fsdp.weights.node_gather import NodeGather
 from hf_zeropp.fsdp.weights.secondary_check import compare_due
 
 
@@ -48,27 +48,27 @@ class WeightDecisions:
     Args:
         run: what all units share.
         questions: asks the other ranks.
-        frozen: the gathers of all units over a node.
+        of_nodes: the gathers of all units over a node.
 
     Attributes:
         gathers: the gathers of all units over the world, in module order.
         is_generating: whether weights must not change now.
     """
 
-    def __init__(self, run: ModelRun, questions: Questions, frozen: Sequence[FrozenGather]) -> None:
+    def __init__(self, run: ModelRun, questions: Questions, of_nodes: Sequence[NodeGather]) -> None:
         self.gathers: list[WeightGather] = []
         self.is_generating = False
         self._run = run
         self._questions = questions
-        self._frozen = frozen
+        self._of_nodes = of_nodes
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
-        for gather in frozen:
-            gather.before_gather = self.before_frozen_gather
+        for gather in of_nodes:
+            gather.before_gather = self.before_node_gather
 
     @property
     def modules_of_nodes(self) -> frozenset[nn.Module]:
         """The modules of units over a node."""
-        return frozenset(module for gather in self._frozen for module in gather.unit.modules)
+        return frozenset(module for gather in self._of_nodes for module in gather.unit.modules)
 
     # Passes.
 
@@ -131,7 +131,7 @@ class WeightDecisions:
         elif gather.waits_in_node:
             self._note_in_node(gather.unit.name, gather.hops.node_hop.group)
 
-    def before_frozen_gather(self, gather: FrozenGather) -> None:
+    def before_node_gather(self, gather: NodeGather) -> None:
         """Note a gather of frozen weights in a pass of the model."""
         if self._entered:
             self._note_in_node(gather.first_param, gather.unit.shard_group)
@@ -203,9 +203,9 @@ class WeightDecisions:
         ).largest()
         self._run.driver.drain()
         self._refuse_unseen(changes, largest)
-        for frozen in self._frozen:
-            if frozen.unit.shard_group.size() == 1:  # FSDP2 calls no gather there that could refuse
-                frozen.refuse_thawed()
+        for of_node in self._of_nodes:
+            if of_node.unit.shard_group.size() == 1:  # FSDP2 calls no gather there that could refuse
+                of_node.refuse_thawed()
         for gather, change in zip(self.gathers, largest, strict=True):
             if gather in changes:
                 gather.copy.agree(Change(change))

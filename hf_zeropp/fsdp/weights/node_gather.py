@@ -19,7 +19,7 @@ from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.traffic import GATHER_FROZEN, Traffic
 
 
-class FrozenGather(CountedAllGather):
+class NodeGather(CountedAllGather):
     """FSDP2's own gather of a frozen unit within its node.
 
     Args:
@@ -33,7 +33,7 @@ class FrozenGather(CountedAllGather):
         before_gather: called before each gather, where the model has trainable units.
     """
 
-    before_gather: Callable[[FrozenGather], None] | None = None
+    before_gather: Callable[[NodeGather], None] | None = None
 
     def __init__(self, unit: Unit, names: Sequence[str], traffic: Traffic) -> None:
         super().__init__(unit, traffic, GATHER_FROZEN)
@@ -78,7 +78,7 @@ class FrozenGather(CountedAllGather):
             yield from (name for name, param in zip(self.names, self.unit.params, strict=True) if param.requires_grad)
 
 
-def install_frozen_gathers(model: nn.Module, units: Sequence[Unit], traffic: Traffic) -> list[FrozenGather]:
+def install_node_gathers(model: nn.Module, units: Sequence[Unit], traffic: Traffic) -> list[NodeGather]:
     """Let FSDP2 gather the frozen units of ``model`` through gathers of this kind, and return them."""
     # A frozen unit's modules are none of the model's: they do not tell where a parameter is used. Before the first
     # forward pass the model shows the sharded parameters themselves.
@@ -86,12 +86,12 @@ def install_frozen_gathers(model: nn.Module, units: Sequence[Unit], traffic: Tra
     gathers = []
     for unit in units:
         shards = zip(unit.params, unit.param_shards, strict=True)
-        gathers.append(FrozenGather(unit, [found.get(id(param), shard.name) for param, shard in shards], traffic))
+        gathers.append(NodeGather(unit, [found.get(id(param), shard.name) for param, shard in shards], traffic))
         unit.set_all_gather(gathers[-1])
     return gathers
 
 
-def refuse_thawed_before_forwards(model: nn.Module, gathers: Sequence[FrozenGather]) -> None:
+def refuse_thawed_before_forwards(model: nn.Module, gathers: Sequence[NodeGather]) -> None:
     """Assert before each forward pass that no frozen weight was made trainable, in a model that has no trainable unit.
 
     Such a model makes no agreements, which look for it elsewhere. On a node of one rank FSDP2 calls no gather either. Without
