@@ -134,7 +134,9 @@ def outcomes(request: pytest.FixtureRequest) -> dict[Case, list[Outcome]]:
     return {case: [ranks[i] for ranks in by_rank] for i, case in enumerate(cases)}
 
 
-@pytest.mark.thorough("*ranks_per_node=4*", "*ranks_per_node=1*", "*bits=8*ranks_per_node=2*")
+@pytest.mark.thorough(
+    "*ranks_per_node=4*", "*ranks_per_node=1*", "*bits=8*ranks_per_node=2*", "*bits=None*ranks_per_node=2*"
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_are_those_of_the_unsharded_model(outcomes, case):
     tolerance = 3e-5 if case.mixed_precision == "no" else 0.02
@@ -143,7 +145,9 @@ def test_losses_are_those_of_the_unsharded_model(outcomes, case):
             assert ours == pytest.approx(theirs, abs=tolerance)
 
 
-@pytest.mark.thorough("*ranks_per_node=4*", "*ranks_per_node=1*", "*bits=8*ranks_per_node=2*")
+@pytest.mark.thorough(
+    "*ranks_per_node=4*", "*ranks_per_node=1*", "*bits=8*ranks_per_node=2*", "*bits=None*ranks_per_node=2*"
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_are_the_predicted_ones_and_the_base_stays_in_its_node(outcomes, case):
     for outcome in outcomes[case]:
@@ -171,6 +175,7 @@ def run_wide(rank: int, bits: int) -> tuple[int, int]:
     return sum(sizes.values()), dense_numel(model, params)
 
 
+@pytest.mark.thorough("8-*")
 @pytest.mark.parametrize(("bits", "limit"), [(4, 0.54), (8, 1.02)])
 def test_resident_bytes_of_the_base(bits, limit):
     for nbytes, numel in run_ranks(run_wide, 4, bits):

@@ -230,7 +230,9 @@ def scenario_one_exchange_of_sizes(rank: int) -> None:
     assert calls(handle, GATHER_CROSS) == 3 * (1 + len(handle.gathers))
 
 
-test_exact = pytest.mark.thorough("*other_ways_of_the_same_bytes*")(on_four_ranks(__name__, env={"ZEROPP_CHECK": "1"}))
+test_exact = pytest.mark.thorough("*edits_of_every_kind*", "*other_ways_of_the_same_bytes*")(
+    on_four_ranks(__name__, env={"ZEROPP_CHECK": "1"})
+)
 
 
 @pytest.mark.thorough

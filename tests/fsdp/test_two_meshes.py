@@ -247,7 +247,7 @@ WAYS = {
 }
 
 
-@pytest.mark.thorough("*in_every_way*", "accumulation_on_the_rank*", "presets*", "*4 nodes x 1")
+@pytest.mark.thorough
 @Scenarios.parametrize_ways(WAYS)
 def test_two_meshes(scenario, way):
     WAYS[way].check(scenario)

@@ -212,4 +212,4 @@ def scenario_a_fused_head_and_a_generation_between(rank: int) -> None:
     check_with_pass_between(rank, generate)
 
 
-test_calls = pytest.mark.thorough("compiled_model*", "compiled_optimizer*")(on_four_ranks(__name__))
+test_calls = pytest.mark.thorough("compiled_blocks*", "compiled_model*", "compiled_optimizer*")(on_four_ranks(__name__))

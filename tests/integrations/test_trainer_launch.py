@@ -44,6 +44,7 @@ def run_example(folder: Path, *more: str) -> str:
     return run.stdout
 
 
+@pytest.mark.thorough
 def test_example_from_the_command_line(tmp_path):
     assert "gather, across nodes" in run_example(tmp_path)
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]

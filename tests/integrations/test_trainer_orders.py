@@ -126,7 +126,7 @@ def train_each_of_three(rank: int, folder: str, attach: bool) -> list[tuple[list
     return trained
 
 
-@pytest.mark.thorough("True")
+@pytest.mark.thorough
 @pytest.mark.parametrize("attach", [False, True])
 def test_a_trainer_keeps_its_settings_when_another_is_built(tmp_path, attach):
     plain, (first, of_first, is_active), (second, of_second, _) = run_ranks(
