@@ -107,6 +107,7 @@ def scenario_with_lora(rank: int) -> None:
 def scenario_with_plain_fsdp2(rank: int) -> None:
     names = run("fully_shard(layer)", {"model": tiny_llama(), "micro_batches": batches(rank)})
     assert names["handle"].is_active and names["handle"].traffic.cross_node_bytes > 0
+    run("gather.copy.state", names)
 
 
 SCENARIOS = Scenarios(4, scenarios_of(__name__), env=LAUNCHED)
@@ -119,5 +120,5 @@ def test_snippets_run(scenario: str) -> None:
 
 def test_every_snippet_of_the_guides_runs() -> None:
     ran = ("fsdp_plugin=plugin", "handle.traffic.print", "accelerator.save_state", "callbacks=[ZeroPPCallback()]")
-    ran += ("get_peft_model", "fully_shard(layer)")
+    ran += ("get_peft_model", "fully_shard(layer)", "gather.copy.state")
     assert [snippet for snippet in snippets() if not any(words in snippet for words in ran)] == []
