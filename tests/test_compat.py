@@ -122,7 +122,7 @@ def here(path: str = "") -> str:
 
 
 READ = ("read_inside", "keyword", "a string", "read_by_a_property", "global_that_is_read")
-# What is asked of an object, and what of it is missing.
+# Each case: a relation, an object of this module, the names that must stand in that relation to it, and those that do not.
 ASKED = [
     (Relation.HAS, "Holder", ("declared", "set_in_init", "shown"), []),
     (Relation.HAS, "Holder", ("declared", "gone"), ["gone"]),

@@ -325,7 +325,7 @@ def test_files_that_hold_something_else_are_named(tmp_path, content: str) -> Non
         ("qwz_bitz: 8", "Did you mean 'qwz_bits'"),
         ("zero_quantized_weights: true", "DeepSpeed's key: set qwz_bits to 8"),
         ("num_nodes: 2", "told by ranks_per_node"),
-        # What an enemy may have written: it takes no memory, calls nothing, and is not repeated in the message.
+        # Files of an attacker: they are refused before they take memory or call a function, and the message does not repeat them.
         ("qgz_bits: 4\n" + "#" * 2**21, "more than 1048576 bytes"),
         ("qgz_bits: " + "[" * 10**4, "nested too deeply"),
         ("!!python/object/apply:os.mkdir [exploded]", "not valid YAML"),

@@ -141,7 +141,7 @@ def test_nothing_crosses_nodes_after_the_first_token(results, setup):
 
 @pytest.mark.parametrize("setup", ["lora 4 bits"])
 def test_an_update_crosses_once_and_a_memory_budget_gathers_once(results, setup):
-    """Of what is trained; the base never crosses again."""
+    """Trained weights cross nodes once behind an update. The frozen base never crosses again."""
     for rank in results:
         updated = rank[setup]["updated"]
         assert updated[GATHER_CROSS][0] == 2 and updated[GATHER_CROSS][1] > 0  # two blocks hold adapters

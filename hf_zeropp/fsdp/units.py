@@ -4,8 +4,8 @@ A unit is one FSDP2 communication group: the parameters of one ``fully_shard`` c
 together. FSDP2's public hooks (``set_custom_all_gather``, ``set_custom_reduce_scatter``) hand us flat tensors. To cut
 blocks at parameter boundaries, to notice changed weights, and to know whose gradients a flat tensor holds, we must know
 which parameters lie in it. ``FSDPState`` and ``FSDPParamGroup`` know, and have no public accessor for it. Their private names
-stand in this file, in param_shard.py, sharded_models.py and gradients/unit_gradients.py. tests/style/test_seams.py fails when
-one of them moves.
+stand in this file, param_shard.py, sharded_models.py, gradients/unit_gradients.py and gradients/param_gradients.py.
+tests/style/test_seams.py fails when one of them moves.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_ranks_that_cannot_connect_are_named(hosts: list[Host], said: str | None
 
 
 def outcomes_on_hosts_that_resolve_to_loopback(rank: int) -> list[str]:
-    """What comes of one node, of two nodes while ZeRO++ is switched off, and of two nodes."""
+    """Train one node, two nodes with ZeRO++ switched off, and two nodes. Return for each that it trained, or the error."""
     own = this_host()
     # One machine plays two: each rank's namespace is the name of its host.
     network = (own.kernel, f"host-{rank // 2}")

@@ -145,7 +145,8 @@ def nodes_with_different_layers(rank: int, mode: str) -> list[str]:
             backward(model, rank, step)
             optimizer.step()
             optimizer.zero_grad()
-            # Where the first block alone runs, the schedule comes to the second one, and the end of the pass to the others.
+            # On the second node the first block alone runs. Its gather starts the cross hops of the root, itself and the next
+            # block. Those of the last two blocks are left for the end of the pass.
             model.path = [3] if rank < 2 else [0]
             with torch.no_grad():
                 model(tokens_of(rank))

@@ -113,7 +113,7 @@ def test_one_node_trains_on_fsdp2_and_logs_nothing(tmp_path):
 
 
 def settings_of_other_forms(rank: int, folder: str, path: str):
-    """What trackers write as JSON of settings that are an object, and the settings of a file."""
+    """Return settings that were given as an object, as a tracker writes them in JSON, and settings that a file names."""
     trainer = build_trainer(folder, ZeroPPConfig(**TWO_NODES), max_steps=1)
     written = json.loads(trainer.args.to_json_string())["fsdp_config"]["zeropp"]
     trainer = build_trainer(folder, fsdp=True, fsdp_config=None, max_steps=1)
