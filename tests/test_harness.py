@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -46,6 +47,13 @@ def dying_between_collectives(rank: int) -> None:
     summing(rank)
     if rank == VICTIM:
         os._exit(7)
+    summing(rank)
+
+
+def crashing(rank: int) -> None:
+    summing(rank)
+    if rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGSEGV)
     summing(rank)
 
 
@@ -123,6 +131,12 @@ def test_a_case_that_fails_is_named_first_and_releases_the_other_ranks() -> None
     assert (first.rank, first.kind) == (VICTIM, "AssertionError")
     assert first.message.startswith("case 3 of 5, 2: wrong in the middle")
     assert str(report.value).startswith(f"[ranks [{VICTIM}]] AssertionError: case 3 of 5")
+
+
+def test_a_rank_that_crashes_in_compiled_code_tells_where_it_was() -> None:
+    with pytest.raises(RankError, match=f"exit code -{signal.SIGSEGV:d}\\n(?s:.*)in crashing") as report:
+        run_ranks(crashing, 3)
+    assert report.value.errors[0].rank == VICTIM
 
 
 def test_a_rank_that_fails_behind_its_last_scenario_fails_all() -> None:

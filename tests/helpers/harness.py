@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rank_process import Announcement, Job, Raised, Result, announce, rank_main
+from rank_process import Announcement, Job, Raised, Result, announce, crash_file, rank_main
 
 if TYPE_CHECKING:
     import pytest
@@ -341,6 +341,7 @@ class StartedRank:
         self._receiver, sender = _context.Pipe(duplex=False)
         self.announced: dict[str, Any] = {}
         self._end: Result | Raised | None = None
+        self._crash_file = crash_file(job, rank)
         self.process = _context.Process(target=rank_main, args=(sender, job, rank), daemon=True)
         self.process.start()
         # With this copy closed, the end of the rank's process closes the pipe, and reading from it raises EOFError.
@@ -389,7 +390,8 @@ class StartedRank:
             message = pickle.loads(self._receiver.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.process.join(60)  # a busy machine may take long to end a process that was killed
-            message = Raised("ProcessDied", f"exit code {self.process.exitcode}", "", time.monotonic())
+            stacks = self._crash_file.read_text() if self._crash_file.exists() else ""
+            message = Raised("ProcessDied", f"exit code {self.process.exitcode}", stacks, time.monotonic())
         if isinstance(message, Announcement):
             self.announced[message.text] = message.value
         else:

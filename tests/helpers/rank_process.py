@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import time
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # Settings in the shell that runs the tests must not reach the ranks. ZEROPP_KERNELS may: it picks the kernels to test.
@@ -20,7 +22,7 @@ class Job(NamedTuple):
     """A function to run on ranks, and the surroundings in which it runs: see ``harness.run_ranks``.
 
     Attributes:
-        folder: for the store of the process group.
+        folder: for the store of the process group, and for ``crash_file``.
         port: for a store that the function makes itself.
     """
 
@@ -65,6 +67,11 @@ _to_test: Connection | None = None
 """In a rank, the connection to the test."""
 
 
+def crash_file(job: Job, rank: int) -> Path:
+    """Return the file in which a rank leaves the stacks of its threads when a signal such as SIGSEGV ends it."""
+    return Path(job.folder, f"crash-{rank}.txt")
+
+
 def announce(text: str, value: Any = None) -> None:
     """Tell the test how far this rank is. Ranks call it; the test calls ``StartedRank.wait_for`` with the same text."""
     assert _to_test is not None, "announce() was called outside of a rank"
@@ -75,6 +82,8 @@ def rank_main(sender: Connection, job: Job, rank: int) -> None:
     """Run a rank: its environment, its process group, the function, and the last message to the test."""
     global _to_test
     _to_test = sender
+    # A crash in compiled code ends the process without an exception. The file keeps where its threads were.
+    faulthandler.enable(crash_file(job, rank).open("w"))
     _set_environment(job, rank)
     try:
         # ``sender.send`` would pass tensors as shared memory, which ends with this process. Plain pickle copies them.
