@@ -18,7 +18,7 @@ import torch
 BENCHMARKS = Path(__file__).parent.parent / "scripts/benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from library import sandbox  # noqa: E402
+from library import network, sandbox  # noqa: E402
 from library.rounds import Measurement, busiest_link_bytes, largest_counted_bytes, step_seconds  # noqa: E402
 from library.stages import Round, Stage, run_rounds  # noqa: E402
 from library.study import Study  # noqa: E402
@@ -41,6 +41,51 @@ enter_sandbox()
 with Cluster(2, 1):
     print("up", flush=True)
     time.sleep(300)
+"""
+
+ECHO = """
+import hashlib, os, socket, sys, time
+if sys.argv[1] == "server":
+    connection, _ = socket.create_server(("10.77.0.1", 5000)).accept()
+    while received := connection.recv(1 << 16):
+        connection.sendall(received)
+    sys.exit()
+while True:
+    try:
+        connection = socket.create_connection(("10.77.0.1", 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+trips = []
+for _ in range(20):
+    began = time.perf_counter()
+    connection.sendall(b"?")
+    connection.recv(1)
+    trips.append(time.perf_counter() - began)
+sent, returned = os.urandom(3_000_000), bytearray()
+for begin in range(0, len(sent), 100_000):
+    connection.sendall(sent[begin : begin + 100_000])
+    while len(returned) < min(begin + 100_000, len(sent)):
+        returned += connection.recv(1 << 16)
+print(1e3 * min(trips), bytes(returned) == sent)
+"""
+
+LATENCIES = """
+import subprocess, sys
+sys.path.insert(0, {benchmarks!r})
+from library import network
+from library.sandbox import enter_sandbox
+enter_sandbox()
+cables = network.build(2, delayed=True)
+for link in {links!r}:
+    for node, cable in enumerate(cables):
+        network.set_link(node, link, cable)
+    server, client = (["ip", "netns", "exec", f"node{{node}}", sys.executable, "-c", {echo!r}] for node in (0, 1))
+    with subprocess.Popen([*server, "server"]):
+        subprocess.run([*client, "client"], check=True)
+for cable in cables:
+    cable.communicate(timeout=10)
+    assert cable.returncode == 0
 """
 
 
@@ -155,6 +200,34 @@ def test_nothing_survives_however_it_ends(how: str, tmp_path: Path, untouched_ne
     while (alive := ranks_alive(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert alive == []
+
+
+@needs_namespaces
+def test_a_link_is_as_late_as_it_says_and_keeps_every_byte(tmp_path: Path, untouched_network: None) -> None:
+    """A ping goes there and back. The shortest of many is looked at: other programs make some longer."""
+    links = ["unlimited+0ms", "200mbit+20ms", "unlimited+2ms"]
+    script = tmp_path / "driver.py"
+    script.write_text(LATENCIES.format(benchmarks=str(BENCHMARKS), links=links, echo=ECHO))
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pings, whole = zip(*(line.split() for line in done.stdout.splitlines()), strict=True)
+    assert whole == ("True",) * 3
+    for ping_ms, latency_ms in zip(map(float, pings), (0, 20, 2), strict=True):
+        assert 2 * latency_ms <= ping_ms < 2 * latency_ms + 2
+
+
+def test_links_are_read_named_and_sorted() -> None:
+    assert network.Link.parse("2.5gbit+10ms") == (2.5e9, 10.0)
+    assert network.Link.parse("unlimited") == (None, None)
+    assert network.rate_text("200mbit+0ms") == "200 Mbit/s + 0 ms"
+    links = ["unlimited+1ms", "1gbit+1ms", "200mbit+1ms", "1gbit+10ms"]
+    assert sorted(links, key=network.speed) == ["200mbit+1ms", "1gbit+10ms", "1gbit+1ms", "unlimited+1ms"]
+    for wrong in ("200", "200mbit+1", "fast", "1gbit+1ms+1ms"):
+        with pytest.raises(ValueError, match="expected a link such as 200mbit, 1gbit"):
+            network.Link.parse(wrong)
+    with pytest.raises(ValueError, match="a latency for every link or for none"):
+        network.have_latencies(["1gbit", "1gbit+1ms"])
 
 
 def test_without_namespaces_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

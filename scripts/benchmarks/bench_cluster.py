@@ -27,7 +27,7 @@ from typing import Any
 from library import one_gpu
 from library.cluster import Cluster, Ranks
 from library.links import TRAINING, start_all
-from library.network import bits_per_second, rate_text, speed
+from library.network import bits_per_second, have_latencies, rate_text, speed
 from library.pages import Grid, megabytes, report
 from library.plots import cluster_text, log_ticks, over_rates, panels, save
 from library.rounds import cell_of, measure_in_turns
@@ -119,7 +119,8 @@ def run_study(args: argparse.Namespace, study: Study) -> None:
     recipe = Recipe(shape_of(args), args.pretraining, args.batch_size, args.seq_len, CHECKPOINT_RATE)
     with contextlib.ExitStack() as stack:
         environment = rank_environment(threads=1, device=args.device)
-        cluster = stack.enter_context(Cluster(args.nodes, args.ranks_per_node, environment, args.device))
+        links = {"delayed": have_latencies(args.rates)}
+        cluster = stack.enter_context(Cluster(args.nodes, args.ranks_per_node, environment, args.device, **links))
         text: tuple[str | None, str | None] = (None, None)
         if args.pretraining:
             files, checkpoint = stack.enter_context(checkpoint_of(cluster, recipe, args.pretraining))

@@ -2,7 +2,7 @@
 
     enter_sandbox()                                    # once, early in main(); see sandbox.py
     with Cluster(num_nodes=2, ranks_per_node=2) as cluster:
-        cluster.set_link(rate="200mbit")
+        cluster.set_link("200mbit")
         with cluster.start("library.training_run:TrainingRun", *settings) as ranks:
             results = ranks.call("measure", 5, 1)      # calls the method on every rank; results in rank order
 
@@ -52,13 +52,21 @@ class Cluster:
         ranks_per_node: ranks of each node, in every run.
         env: environment variables of the ranks, beside those of this process.
         device: ``cpu``, or ``cuda`` for ranks that share one GPU.
+        delayed: whether the links that ``set_link`` will set have latencies.
     """
 
     def __init__(
-        self, num_nodes: int, ranks_per_node: int, env: dict[str, str] | None = None, device: str = "cpu"
+        self,
+        num_nodes: int,
+        ranks_per_node: int,
+        env: dict[str, str] | None = None,
+        device: str = "cpu",
+        delayed: bool = False,
     ) -> None:
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
+        self._delayed = delayed
+        self._cables: list[subprocess.Popen] = []
         self._env = (env or {}) | {DEVICE_VARIABLE: device} | (one_gpu.NCCL if device == "cuda" else {})
         self._servers: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
@@ -69,7 +77,7 @@ class Cluster:
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/run"))  # the sandbox's own
             self._listener = stack.enter_context(Listener(os.path.join(folder, "socket"), "AF_UNIX"))
             stack.callback(self._tear_down)
-            network.build(self.num_nodes)
+            self._cables = network.build(self.num_nodes, self._delayed)
             self._start_nodes()
             self._stack = stack.pop_all()  # nothing above has raised: the end is left to ``__exit__``
         return self
@@ -77,10 +85,10 @@ class Cluster:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def set_link(self, rate: str = UNLIMITED) -> None:
-        """Limit every node's link in both directions, also for runs that exist. See ``network.set_link``."""
+    def set_link(self, link: str = UNLIMITED) -> None:
+        """Set every node's link in both directions, also for runs that exist. See ``network.set_link``."""
         for node in range(self.num_nodes):
-            network.set_link(node, rate)
+            network.set_link(node, link, self._cables[node] if self._cables else None)
 
     @contextlib.contextmanager
     def start(self, factory: str, *args: Any) -> Iterator[Ranks]:
@@ -167,6 +175,8 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+        for cable in self._cables:
+            cable.communicate()  # it ends with its standard input
 
 
 class Ranks:

@@ -10,6 +10,10 @@ namespace of its own, ``switch``:
 Ranks of one node talk over loopback, at the speed of memory; everything for another node crosses ``eth0``. The kernel's
 own TCP runs over the kernel's own traffic shaper, so acknowledgements, retransmissions and blocking are part of what is
 measured. All functions here expect to run inside the sandbox (``sandbox.py``).
+
+A link has a rate, such as ``200mbit``, and may have a latency too: with ``200mbit+1ms`` a frame arrives at another node 1 ms
+later, and a ping takes 2 ms longer. The cables of a cluster with latencies are processes (``delay_line.py``), also those of a
+link ``200mbit+0ms``. Links of one kind are compared with each other.
 """
 
 from __future__ import annotations
@@ -17,7 +21,12 @@ from __future__ import annotations
 import math
 import re
 import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
+
+from library import delay_line
 
 INTERFACE = "eth0"
 UNLIMITED = "unlimited"
@@ -30,11 +39,52 @@ class ClusterError(RuntimeError):
     """A rank raised, died or did not answer in time, or the kernel refused a part of the network."""
 
 
-def build(num_nodes: int) -> None:
+class Link(NamedTuple):
+    """The link of every node.
+
+    Attributes:
+        bits: per second, each way; None without a limit.
+        latency_ms: from one node to another, added to what the emulated network needs by itself; None for cables that add none.
+    """
+
+    bits: float | None
+    latency_ms: float | None
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """Return the link that a text such as ``200mbit``, ``unlimited`` or ``1gbit+10ms`` describes.
+
+        Raises:
+            ValueError: the text describes no link.
+        """
+        match = re.fullmatch(rf"(?:{UNLIMITED}|(\d+(?:\.\d+)?)(kbit|mbit|gbit))(?:\+(\d+(?:\.\d+)?)ms)?", text)
+        if match is None:
+            raise ValueError(f"expected a link such as 200mbit, 1gbit+10ms or {UNLIMITED}, got {text!r}")
+        bits = float(match[1]) * _UNITS[match[2]] if match[1] else None
+        return cls(bits, float(match[3]) if match[3] else None)
+
+
+def have_latencies(links: Iterable[str]) -> bool:
+    """Return whether links have latencies.
+
+    Raises:
+        ValueError: some of them have.
+    """
+    having = {Link.parse(link).latency_ms is not None for link in links}
+    if len(having) > 1:
+        raise ValueError(f"expected a latency for every link or for none (+0ms adds none), got {', '.join(links)}")
+    return having == {True}
+
+
+def build(num_nodes: int, delayed: bool = False) -> list[subprocess.Popen]:
     """Make the bridge, and for every node a namespace whose ``eth0`` ends in a port of the bridge.
 
     Args:
         num_nodes: nodes, at most 254: their addresses are those of one /24 network.
+        delayed: whether links have latencies.
+
+    Returns:
+        The process of each node's cable, for ``set_link``; none where links have no latencies.
 
     Raises:
         ClusterError: a command failed; the message holds the command and what it printed.
@@ -42,32 +92,43 @@ def build(num_nodes: int) -> None:
     _run("ip netns add", _SWITCH)
     _run(f"ip -n {_SWITCH} link add bridge type bridge")
     _run(f"ip -n {_SWITCH} link set bridge up")
+    cables = []
     for node in range(num_nodes):
         name, port = namespace(node), _port(node)
         _run("ip netns add", name)
-        _run(f"ip -n {_SWITCH} link add {port} type veth peer name {INTERFACE} netns {name}")
+        if delayed:
+            cables.append(_delayed_cable(node))
+        else:
+            _run(f"ip -n {_SWITCH} link add {port} type veth peer name {INTERFACE} netns {name}")
         _run(f"ip -n {_SWITCH} link set {port} master bridge up")
         _run(f"ip -n {name} addr add {address(node)}/24 dev {INTERFACE}")
         _run(f"ip -n {name} link set {INTERFACE} up")
         _run(f"ip -n {name} link set lo up")
+    return cables
 
 
-def set_link(node: int, rate: str) -> None:
-    """Limit a node's link in both directions.
+def set_link(node: int, text: str, cable: subprocess.Popen | None = None) -> None:
+    """Limit a node's link in both directions, and set its latency.
 
     Args:
         node: its number.
-        rate: such as ``200mbit``; see ``bits_per_second``.
+        text: describes the link: see ``Link.parse``.
+        cable: of the node, where links have latencies.
 
     Raises:
         ClusterError: the kernel has no ``tbf``.
-        ValueError: ``rate`` is not a rate.
+        ValueError: the text describes no link, or one that the cluster was not built for.
     """
-    bits = bits_per_second(rate)
+    link = Link.parse(text)
     # The kernel shapes what leaves an interface, not what arrives. What a node receives is therefore shaped
     # where it leaves the bridge, at the other end of the node's link.
     for where, interface in ((namespace(node), INTERFACE), (_SWITCH, _port(node))):
-        _shape(where, interface, bits)
+        _shape(where, interface, link.bits)
+    if cable is not None:
+        # A frame for another node goes through two cables.
+        print((link.latency_ms or 0.0) / 2e3, file=cable.stdin, flush=True)
+    elif link.latency_ms is not None:
+        raise ValueError(f"the cluster was built without latencies, got the link {text}")
 
 
 def namespace(node: int) -> str:
@@ -80,31 +141,28 @@ def address(node: int) -> str:
     return f"10.77.0.{node + 1}"
 
 
-def bits_per_second(rate: str) -> float | None:
-    """Parse a rate: ``200mbit`` is 2e8, ``unlimited`` is None.
+def bits_per_second(link: str) -> float | None:
+    """Return the rate of a link: ``200mbit`` and ``200mbit+1ms`` have 2e8, ``unlimited`` has None.
 
     Raises:
-        ValueError: the text is not a rate.
+        ValueError: the text describes no link.
     """
-    if rate == UNLIMITED:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    if match is None:
-        raise ValueError(f"expected a rate such as 200mbit, 1gbit or {UNLIMITED}, got {rate!r}")
-    return float(match[1]) * _UNITS[match[2]]
+    return Link.parse(link).bits
 
 
-def speed(rate: str) -> float:
-    """Return a rate in bits per second, infinite for ``unlimited``: a key that sorts rates."""
-    return bits_per_second(rate) or math.inf
+def speed(link: str) -> tuple[float, float]:
+    """Return a key that sorts links: by bits per second, infinite for ``unlimited``, then by latency, the longest first."""
+    bits, latency_ms = Link.parse(link)
+    return bits or math.inf, -(latency_ms or 0.0)
 
 
-def rate_text(rate: str) -> str:
-    """Return how plots and tables name a rate: ``200mbit`` is 200 Mbit/s."""
-    bits = bits_per_second(rate)
+def rate_text(link: str) -> str:
+    """Return how plots and tables name a link: ``200mbit`` is 200 Mbit/s, ``1gbit+10ms`` is 1 Gbit/s + 10 ms."""
+    bits, latency_ms = Link.parse(link)
+    latency = "" if latency_ms is None else f" + {latency_ms:g} ms"
     if bits is None:
-        return "no limit"
-    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+        return f"no limit{latency}"
+    return (f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s") + latency
 
 
 def link_bytes() -> dict[str, int]:
@@ -122,6 +180,23 @@ def link_bytes() -> dict[str, int]:
     """
     statistics = Path(f"/sys/class/net/{INTERFACE}/statistics")
     return {way: int((statistics / f"{way}_bytes").read_text()) for way in ("tx", "rx")}
+
+
+def _delayed_cable(node: int) -> subprocess.Popen:
+    """Start the process that is a node's cable, and give each of its ends to whom it belongs."""
+    port, far = _port(node), f"far{node}"
+    command = f"ip netns exec {_SWITCH} {sys.executable} -m library.delay_line {port} {far}".split()
+    folder = Path(__file__).resolve().parent.parent
+    cable = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
+    assert cable.stdout is not None
+    if cable.stdout.readline() != "ready\n":
+        raise ClusterError(
+            "a cable with a latency needs /dev/net/tun and the right to real-time priority; its output is above"
+        )
+    for interface in (port, far):
+        _run(f"ip -n {_SWITCH} link set {interface} mtu {delay_line.MTU}")
+    _run(f"ip -n {_SWITCH} link set {far} netns {namespace(node)} name {INTERFACE}")
+    return cable
 
 
 def _port(node: int) -> str:

@@ -81,7 +81,9 @@ def parse(parser: argparse.ArgumentParser, quick: dict[str, Any], argv: list[str
 
 def add_cluster_flags(parser: argparse.ArgumentParser, rates: list[str], batch_size: int) -> None:
     """Add the flags of studies that measure on links of several rates, with their defaults."""
-    parser.add_argument("--rates", nargs="+", default=rates, help="of each link, both ways: 200mbit, 1gbit, unlimited")
+    parser.add_argument(
+        "--rates", nargs="+", default=rates, help="of each link, both ways: 200mbit, unlimited, 1gbit+10ms"
+    )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences per rank and micro-step")
