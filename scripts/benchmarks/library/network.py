@@ -191,7 +191,7 @@ def _delayed_cable(node: int) -> subprocess.Popen:
     assert cable.stdout is not None
     if cable.stdout.readline() != "ready\n":
         raise ClusterError(
-            "a cable with a latency needs /dev/net/tun and the right to real-time priority; its output is above"
+            "a link with a latency needs /dev/net/tun and real-time priority (root has both); why it failed is above"
         )
     for interface in (port, far):
         _run(f"ip -n {_SWITCH} link set {interface} mtu {delay_line.MTU}")
