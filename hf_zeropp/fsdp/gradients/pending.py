@@ -77,8 +77,8 @@ class PendingGradient(torch.Tensor):
                 f"{func} uses a gradient that is not complete (rank {dist.get_rank()}): its sums wait within the node for the "
                 "last micro-step, or are still being reduced. Before gradients are read, clipped or scaled, let a last one "
                 "come (handle.set_last_micro_step(True) before its backward pass), or call handle.deliver() on all ranks. An "
-                "optimizer's step does so by itself. A gradient that was taken before it was complete stays so: read param.grad "
-                "anew."
+                "optimizer's step does so by itself, before it calls a closure: let the closure's backward pass be a last "
+                "micro-step. A gradient that was taken before it was complete stays so: read param.grad anew."
             )
         # ``torch._foreach_zero_`` takes a list of gradients, so arguments are looked through as trees.
         return func(*pytree.tree_map_only(PendingGradient, lambda one: one.drop(one), args), **(kwargs or {}))

@@ -14,6 +14,7 @@ from differential.networks import all_ranks_train, blocks_that_are_units, parame
 
 HAZARDS = {
     "pending at step": "an optimizer steps while micro-steps wait for a last one that did not come",
+    "pending in a closure": "the backward pass within an optimizer's step is no last micro-step",
     "pending at clip": "gradients are clipped while micro-steps wait",
     "pending at read": "gradients are read or scaled by hand while micro-steps wait",
     "pending and zeroed": "zero_grad(set_to_none=False) while micro-steps wait",
@@ -47,6 +48,7 @@ BETTER_THAN_STOCK = frozenset({"changed while unsharded"})
 FOR_NODE = frozenset(
     {
         "pending at step",
+        "pending in a closure",
         "pending at clip",
         "pending at read",
         "pending and zeroed",
@@ -59,7 +61,7 @@ FOR_NODE = frozenset(
 
 MUST_RAISE = frozenset({"skipped on one rank", "skipped where gathers wait"})
 """Hazards that must end in an error on all ranks: there are no right numbers."""
-MAY_RAISE = frozenset({"thawed"})
+MAY_RAISE = frozenset({"thawed", "pending in a closure"})
 """Hazards that may end in an error on all ranks: right numbers are as good."""
 
 CURED_BY_INVALIDATE = frozenset(
@@ -235,6 +237,8 @@ class Walk:
         self.found |= self.changes & MUST_RAISE
         if self.pending:
             self.found.add("pending at step")
+            if name == "step_with_closure" and not self.is_last:
+                self.found.add("pending in a closure")
         if name == "step_that_raises" and self.has_grads:
             self.changes.add("step that raises")
         if name == "step_on_all_but_one":
