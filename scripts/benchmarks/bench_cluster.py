@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import sys
 from operator import itemgetter
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 from library import one_gpu
 from library.cluster import Cluster, Ranks
 from library.links import TRAINING, start_all
-from library.network import bits_per_second, have_latencies, rate_text, speed
+from library.network import Link, bits_per_second, have_latencies, rate_text, speed
 from library.pages import Grid, megabytes, report
 from library.plots import cluster_text, log_ticks, over_rates, panels, save
 from library.rounds import cell_of, measure_in_turns
@@ -79,6 +80,12 @@ CHECKPOINT = """
 
 The model was trained on the source code of Python's standard library before, and goes on over the same text with a new AdamW at a
 constant learning rate."""
+
+LATENCY = """
+
+With *+ 1 ms* whatever a node sends arrives at another node 1 ms later, so that a ping takes 2 ms (library/delay_line.py). Also
+the links with *+ 0 ms* go through the process that delays, which takes a part of the machine's processors: seconds on this page
+are to be compared with each other. A step waits for as many *trips*, one behind the other, as the latency adds to it."""
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -170,7 +177,27 @@ def _measure_memory(name: str, ranks: Ranks, args: argparse.Namespace, study: St
 
 def grids(study: Study, args: argparse.Namespace) -> list[Grid]:
     """Make every table, for the learning rates, links and accumulations on the command line."""
-    return [*(step_grid(study, table, args) for table in tables_of(args)), memory_grid(study)]
+    steps = (step_grid(study, table, args) for table in tables_of(args))
+    has_several = have_latencies(args.rates) and len({*map(bits_per_second, args.rates)}) < len(args.rates)
+    trips = [trips_grid(study, args)] if has_several else []
+    return [*trips, *steps, memory_grid(study)]
+
+
+def trips_grid(study: Study, args: argparse.Namespace) -> Grid:
+    """Make the table of trips between nodes that a step waits for, one behind the other: it grows with the latency."""
+    rows = []
+    for _, links in itertools.groupby(sorted(args.rates, key=speed), bits_per_second):
+        late, *_, prompt = links
+        added_s = 1e-3 * (Link.parse(late).latency_ms - Link.parse(prompt).latency_ms)
+        for name in args.variants:
+            row = {"variant": shown(name), "links": f"{rate_text(prompt)}, {rate_text(late)}"}
+            for micro_steps in args.accumulation:
+                here = {"variant": name, "accumulation": micro_steps, "learning_rate": args.learning_rates[0]}
+                cells = [study.find("cells", **here, rate=link) for link in (late, prompt)]
+                trips = (cells[0]["step_s"] - cells[1]["step_s"]) / added_s if all(cells) else math.nan
+                row[f"trips, {micro_steps} micro-steps"] = f"{trips:.0f}"
+            rows.append(row)
+    return Grid.of("Trips between nodes, one behind the other, that a step waits for", rows)
 
 
 def title_of(table: Key, args: argparse.Namespace) -> str:
@@ -271,6 +298,7 @@ def main() -> None:
     study = study_of(args, __file__, (*FIXED, *gpu), run_study, **gpu)
     intro = INTRO.format(millions=ModelShape(**study.conditions["model"]).num_parameters / 1e6)
     intro += CHECKPOINT if args.pretraining else ""
+    intro += LATENCY if have_latencies(args.rates) else ""
     report(study, args.title, intro, grids(study, args), lambda study, path: plot(study, args, path))
     if args.quick:
         check_direction(study, args)
