@@ -25,6 +25,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == STYLE and not any(path.is_relative_to(STYLE) for path in named) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's hook reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes long, or what the machine cannot run, and say so."""
     # A command that names files or folders runs all that is in them.
@@ -88,7 +89,10 @@ def patterns_without_tests(items: Sequence[pytest.Item]) -> list[str]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Tell the scenarios that share one start of ranks which of them this run has selected."""
+    """Make sure that xdist has read the groups, and tell the scenarios that share one start of ranks which of them this run has selected."""
+    if session.config.getoption("loadgroup", False):  # in a process of xdist's
+        without = [item.nodeid for item in session.items if "@" not in item.nodeid]
+        assert not without, f"xdist does not know the group of {without[0]}: see the versions in pyproject.toml's test extra"
     for item in session.items:
         if scenarios := getattr(getattr(item, "function", None), "scenarios", None):
             parameters = item.callspec.params
