@@ -89,10 +89,12 @@ def patterns_without_tests(items: Sequence[pytest.Item]) -> list[str]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Make sure that xdist has read the groups, and tell the scenarios that share one start of ranks which of them this run has selected."""
+    """Make sure that xdist has read the groups, and tell scenarios that share a start of ranks which of them are selected."""
     if session.config.getoption("loadgroup", False):  # in a process of xdist's
         without = [item.nodeid for item in session.items if "@" not in item.nodeid]
-        assert not without, f"xdist does not know the group of {without[0]}: see the versions in pyproject.toml's test extra"
+        assert not without, (
+            f"xdist does not know the group of {without[0]}: see the versions in pyproject.toml's test extra"
+        )
     for item in session.items:
         if scenarios := getattr(getattr(item, "function", None), "scenarios", None):
             parameters = item.callspec.params
