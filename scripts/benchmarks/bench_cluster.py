@@ -195,7 +195,7 @@ def trips_grid(study: Study, args: argparse.Namespace) -> Grid:
                 here = {"variant": name, "accumulation": micro_steps, "learning_rate": args.learning_rates[0]}
                 cells = [study.find("cells", **here, rate=link) for link in (late, prompt)]
                 trips = (cells[0]["step_s"] - cells[1]["step_s"]) / added_s if all(cells) else math.nan
-                row[f"trips, {micro_steps} micro-steps"] = f"{trips:.0f}"
+                row[f"with {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"] = f"{trips:.0f}"
             rows.append(row)
     return Grid.of("Trips between nodes, one behind the other, that a step waits for", rows)
 

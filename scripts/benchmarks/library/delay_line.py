@@ -31,8 +31,8 @@ def run(names: tuple[str, str]) -> None:
     far_end = {one: two, two: one}
     print("ready", flush=True)
     delay_s = 0.0
+    # When a frame arrives, where, and the frame. All are equally late, so the first that was sent is the first to arrive.
     on_the_way: collections.deque[tuple[float, int, bytes]] = collections.deque()
-    """When a frame arrives, where, and the frame. All are equally late, so the first one that was sent is the first to arrive."""
     while True:
         wait_s = max(0.0, on_the_way[0][0] - time.monotonic()) if on_the_way else None
         ready, _, _ = select.select([sys.stdin, one, two], [], [], wait_s)
@@ -42,7 +42,7 @@ def run(names: tuple[str, str]) -> None:
                 if not line:
                     return
                 delay_s = float(line)
-                on_the_way.clear()  # or frames of a longer delay would hold up all of a shorter one. TCP sends them again
+                on_the_way.clear()  # frames of a longer delay would hold up those of a shorter one. TCP sends them again
             else:
                 on_the_way.append((time.monotonic() + delay_s, far_end[source], os.read(source, FRAME_BYTES)))
         while on_the_way and on_the_way[0][0] <= time.monotonic():
