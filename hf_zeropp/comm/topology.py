@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import resource
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -315,8 +316,16 @@ def _new_group(groups: Sequence[Sequence[int]], backend: str | None = None) -> d
     # exists ends as soon as the connection does. So all ranks meet in one right before they make a group.
     exchange(None)
     ranks_of_all = [list(ranks) for ranks in groups]
-    # Since torch 2.15 its type includes what ranks of no group get. Each rank is in one of these.
-    made: Any = dist.new_subgroups_by_enumeration(ranks_of_all, timeout=world_timeout(), backend=backend)
+    try:
+        # Since torch 2.15 its type includes what ranks of no group get. Each rank is in one of these.
+        made: Any = dist.new_subgroups_by_enumeration(ranks_of_all, timeout=world_timeout(), backend=backend)
+    except RuntimeError as error:
+        if "Cannot resolve" not in str(error):
+            raise
+        raise RuntimeError(
+            f"Rank {dist.get_rank()} could not make a process group: {error}. Gloo says so of any address if a process has too "
+            f"many open files to open a socket (here it may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: see ulimit -n)."
+        ) from error
     group: dist.ProcessGroup = made[0]
     return group
 
