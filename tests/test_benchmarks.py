@@ -44,7 +44,7 @@ with Cluster(2, 1):
 """
 
 ECHO = """
-import hashlib, os, socket, sys, time
+import os, socket, sys, time
 if sys.argv[1] == "server":
     connection, _ = socket.create_server(("10.77.0.1", 5000)).accept()
     while received := connection.recv(1 << 16):
@@ -220,14 +220,14 @@ def test_a_link_is_as_late_as_it_says_and_keeps_every_byte(tmp_path: Path, untou
 
 
 def test_links_are_read_named_and_sorted() -> None:
-    assert network.Link.parse("2.5gbit+10ms") == (2.5e9, 10.0)
-    assert network.Link.parse("unlimited") == (None, None)
+    assert network.NodeLink.parse("2.5gbit+10ms") == (2.5e9, 10.0)
+    assert network.NodeLink.parse("unlimited") == (None, None)
     assert network.rate_text("200mbit+0ms") == "200 Mbit/s + 0 ms"
     links = ["unlimited+1ms", "1gbit+1ms", "200mbit+1ms", "1gbit+10ms"]
     assert sorted(links, key=network.speed) == ["200mbit+1ms", "1gbit+10ms", "1gbit+1ms", "unlimited+1ms"]
     for wrong in ("200", "200mbit+1", "fast", "1gbit+1ms+1ms"):
         with pytest.raises(ValueError, match="expected a link such as 200mbit, 1gbit"):
-            network.Link.parse(wrong)
+            network.NodeLink.parse(wrong)
     with pytest.raises(ValueError, match="a latency for every link or for none"):
         network.have_latencies(["1gbit", "1gbit+1ms"])
 

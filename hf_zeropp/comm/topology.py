@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import resource
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -324,7 +323,7 @@ def _new_group(groups: Sequence[Sequence[int]], backend: str | None = None) -> d
             raise
         raise RuntimeError(
             f"Rank {dist.get_rank()} could not make a process group: {error}. Gloo says so of any address if a process has too "
-            f"many open files to open a socket (here it may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: see ulimit -n)."
+            "many open files to open a socket: see ulimit -n."
         ) from error
     group: dist.ProcessGroup = made[0]
     return group

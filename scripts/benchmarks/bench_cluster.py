@@ -28,7 +28,7 @@ from typing import Any
 from library import one_gpu
 from library.cluster import Cluster, Ranks
 from library.links import TRAINING, start_all
-from library.network import Link, bits_per_second, have_latencies, rate_text, speed
+from library.network import NodeLink, bits_per_second, have_latencies, rate_text, speed
 from library.pages import Grid, megabytes, report
 from library.plots import cluster_text, log_ticks, over_rates, panels, save
 from library.rounds import cell_of, measure_in_turns
@@ -85,7 +85,8 @@ LATENCY = """
 
 With *+ 1 ms* whatever a node sends arrives at another node 1 ms later, so that a ping takes 2 ms (library/delay_line.py). Also
 the links with *+ 0 ms* go through the process that delays, which takes a part of the machine's processors: seconds on this page
-are to be compared with each other. A step waits for as many *trips*, one behind the other, as the latency adds to it."""
+are to be compared with each other. *Trips* are the seconds that the latency adds to a step, over the
+latency: for so many messages a step waits, one behind the other."""
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -178,17 +179,19 @@ def _measure_memory(name: str, ranks: Ranks, args: argparse.Namespace, study: St
 def grids(study: Study, args: argparse.Namespace) -> list[Grid]:
     """Make every table, for the learning rates, links and accumulations on the command line."""
     steps = (step_grid(study, table, args) for table in tables_of(args))
-    has_several = have_latencies(args.rates) and len({*map(bits_per_second, args.rates)}) < len(args.rates)
-    trips = [trips_grid(study, args)] if has_several else []
-    return [*trips, *steps, memory_grid(study)]
+    trips = trips_grid(study, args)
+    return [*([trips] if trips.rows else []), *steps, memory_grid(study)]
 
 
 def trips_grid(study: Study, args: argparse.Namespace) -> Grid:
-    """Make the table of trips between nodes that a step waits for, one behind the other: it grows with the latency."""
+    """Make the table of trips between nodes that a step waits for, from links of one rate and several latencies."""
     rows = []
-    for _, links in itertools.groupby(sorted(args.rates, key=speed), bits_per_second):
-        late, *_, prompt = links
-        added_s = 1e-3 * (Link.parse(late).latency_ms - Link.parse(prompt).latency_ms)
+    for _, group in itertools.groupby(sorted(args.rates, key=speed), bits_per_second):
+        links = list(group)
+        if len(links) == 1:
+            continue
+        late, prompt = links[0], links[-1]
+        added_s = 1e-3 * (NodeLink.parse(late).latency_ms - NodeLink.parse(prompt).latency_ms)
         for name in args.variants:
             row = {"variant": shown(name), "links": f"{rate_text(prompt)}, {rate_text(late)}"}
             for micro_steps in args.accumulation:

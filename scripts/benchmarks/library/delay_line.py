@@ -1,6 +1,6 @@
 """A cable that takes time: what one of its ends sends, the other end receives some milliseconds later.
 
-    python -m library.delay_line port0 far0      # ``network.py`` starts it in the namespace of the bridge
+    python delay_line.py port0 far0      # ``network.py`` starts it in the namespace of the bridge
 
 It makes two interfaces, and carries every frame between them. Each line that it reads is a number of seconds, by which frames are
 late from then on. It ends with its standard input.

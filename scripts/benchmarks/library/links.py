@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from library.cluster import Cluster, Ranks
+from library.network import have_latencies
 from library.study import Key, Study, rank_environment
 
 Arguments = Callable[[str], tuple[Any, ...]]
@@ -54,7 +55,8 @@ def measure_cells(
     if not (missing := study.missing("cells", keys)):
         return
     nodes = study.conditions["nodes"], study.conditions["ranks_per_node"]
-    with Cluster(*nodes, rank_environment(threads=1)) as cluster, contextlib.ExitStack() as stack:
+    delayed = have_latencies({key["rate"] for key in missing})
+    with Cluster(*nodes, rank_environment(threads=1), delayed=delayed) as cluster, contextlib.ExitStack() as stack:
         runs = start_all(stack, cluster, map(variant_of, missing), served, arguments)
         for key in missing:
             print(*key.values(), sep=", ", flush=True)

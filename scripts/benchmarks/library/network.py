@@ -39,7 +39,7 @@ class ClusterError(RuntimeError):
     """A rank raised, died or did not answer in time, or the kernel refused a part of the network."""
 
 
-class Link(NamedTuple):
+class NodeLink(NamedTuple):
     """The link of every node.
 
     Attributes:
@@ -51,7 +51,7 @@ class Link(NamedTuple):
     latency_ms: float | None
 
     @classmethod
-    def parse(cls, text: str) -> Link:
+    def parse(cls, text: str) -> NodeLink:
         """Return the link that a text such as ``200mbit``, ``unlimited`` or ``1gbit+10ms`` describes.
 
         Raises:
@@ -70,7 +70,7 @@ def have_latencies(links: Iterable[str]) -> bool:
     Raises:
         ValueError: some of them have.
     """
-    having = {Link.parse(link).latency_ms is not None for link in links}
+    having = {NodeLink.parse(link).latency_ms is not None for link in links}
     if len(having) > 1:
         raise ValueError(f"expected a latency for every link or for none (+0ms adds none), got {', '.join(links)}")
     return having == {True}
@@ -112,14 +112,14 @@ def set_link(node: int, text: str, cable: subprocess.Popen | None = None) -> Non
 
     Args:
         node: its number.
-        text: describes the link: see ``Link.parse``.
+        text: describes the link: see ``NodeLink.parse``.
         cable: of the node, where links have latencies.
 
     Raises:
         ClusterError: the kernel has no ``tbf``.
         ValueError: the text describes no link, or one that the cluster was not built for.
     """
-    link = Link.parse(text)
+    link = NodeLink.parse(text)
     # The kernel shapes what leaves an interface, not what arrives. What a node receives is therefore shaped
     # where it leaves the bridge, at the other end of the node's link.
     for where, interface in ((namespace(node), INTERFACE), (_SWITCH, _port(node))):
@@ -147,18 +147,18 @@ def bits_per_second(link: str) -> float | None:
     Raises:
         ValueError: the text describes no link.
     """
-    return Link.parse(link).bits
+    return NodeLink.parse(link).bits
 
 
 def speed(link: str) -> tuple[float, float]:
     """Return a key that sorts links: by bits per second, infinite for ``unlimited``, then by latency, the longest first."""
-    bits, latency_ms = Link.parse(link)
+    bits, latency_ms = NodeLink.parse(link)
     return bits or math.inf, -(latency_ms or 0.0)
 
 
 def rate_text(link: str) -> str:
     """Return how plots and tables name a link: ``200mbit`` is 200 Mbit/s, ``1gbit+10ms`` is 1 Gbit/s + 10 ms."""
-    bits, latency_ms = Link.parse(link)
+    bits, latency_ms = NodeLink.parse(link)
     latency = "" if latency_ms is None else f" + {latency_ms:g} ms"
     if bits is None:
         return f"no limit{latency}"
@@ -185,9 +185,8 @@ def link_bytes() -> dict[str, int]:
 def _delayed_cable(node: int) -> subprocess.Popen:
     """Start the process that is a node's cable, and give each of its ends to whom it belongs."""
     port, far = _port(node), f"far{node}"
-    command = f"ip netns exec {_SWITCH} {sys.executable} -m library.delay_line {port} {far}".split()
-    folder = Path(__file__).resolve().parent.parent
-    cable = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
+    command = ["ip", "netns", "exec", _SWITCH, sys.executable, delay_line.__file__, port, far]
+    cable = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert cable.stdout is not None
     if cable.stdout.readline() != "ready\n":
         raise ClusterError(
