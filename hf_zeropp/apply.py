@@ -207,7 +207,7 @@ def _install_two_hops(
         # FSDP2 adds the output of a reduction to ``.grad``. Where that stands for a result still to come, ``.grad`` must be
         # a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at it.
         unit.gradients.wrap_post_backward(
-            decisions.gradients.keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward
+            decisions.gradients.keeps_unreduced, reduce.drop_unwanted, reduce.after_post_backward
         )
         decisions.add_unit(gather, reduce)
     # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.

@@ -28,9 +28,9 @@ class HopError(RuntimeError):
         unit: the name of the unit whose bytes it moves, as soon as an object that knows has passed the error on.
     """
 
-    def __init__(self, hop: str, group: dist.ProcessGroup, cause: RuntimeError) -> None:
+    def __init__(self, hop: str, group: dist.ProcessGroup, cause: RuntimeError, unit: str | None = None) -> None:
         super().__init__(hop)
-        self.unit: str | None = None
+        self.unit = unit
         self._what = f"the hop {hop!r} of ranks {dist.get_process_group_ranks(group)} failed on rank {dist.get_rank()}"
         self._cause = cause
 

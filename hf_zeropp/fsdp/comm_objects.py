@@ -5,11 +5,9 @@ A *comm object* is what FSDP2 calls in place of a collective, and asks for the m
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,9 +17,6 @@ from hf_zeropp.comm.hop import HopError
 from hf_zeropp.fsdp.predictions import gathers_per_step
 from hf_zeropp.fsdp.units import AllGather, DefaultAllGather, Unit
 from hf_zeropp.traffic import FSDP2_GATHER, Bytes, Peers, Traffic
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @contextmanager
@@ -34,17 +29,6 @@ def naming(unit: Unit) -> Iterator[None]:
         if error.unit is None:
             error.unit = unit.name
         raise
-
-
-def names_unit(method: Callable[P, T]) -> Callable[P, T]:
-    """Let an error of a hop that runs in ``method`` name the object's ``unit``."""
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with naming(args[0].unit):  # type: ignore[attr-defined]  # ``self``
-            return method(*args, **kwargs)
-
-    return run
 
 
 class CommObject(ABC):
@@ -71,7 +55,6 @@ class CountedAllGather(CommObject, AllGather):
         self._fsdp2 = DefaultAllGather()
         self._shard_bytes: int | None = None
 
-    @names_unit
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -80,12 +63,16 @@ class CountedAllGather(CommObject, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather as FSDP2 does: output [W * S] <- every rank's input [S], in rank order."""
+        self.begin()
         self._shard_bytes = input_tensor.nbytes
         self._traffic.record(self.name, self._peers().bytes_in_ring(input_tensor.nbytes))
         try:
             return self._fsdp2(output_tensor, input_tensor, group, async_op)
         except RuntimeError as error:
-            raise HopError(self.name, group, error) from error
+            raise HopError(self.name, group, error, self.unit.name) from error
+
+    def begin(self) -> None:
+        """Called before each gather."""
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Return the bytes of one optimizer step."""

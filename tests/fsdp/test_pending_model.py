@@ -158,7 +158,7 @@ class Model:
         used = {name for name in names if self.params[name].requires_grad}
         unit.with_gradient = {name for name in unit.named if used and self.params[name].requires_grad}  # zeros fill in
         before = [(param, param.grad) for param in unit.params if param.grad is not None]
-        reduce.before_post_backward()
+        reduce.drop_unwanted()
         if unit.with_gradient:
             present = [name for name in unit.named if name in unit.with_gradient]
             flat = torch.tensor([CONTRIBUTION[name] if name in used else 0.0 for name in present])

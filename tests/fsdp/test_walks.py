@@ -26,7 +26,7 @@ ENTRIES = {
     "gather": {("fsdp/hooks.py", "before_forward"), ("fsdp/weights/gather.py", "__call__")},
     "reduction": {
         ("fsdp/gradients/reduce.py", "__call__"),
-        ("fsdp/gradients/reduce.py", "before_post_backward"),
+        ("fsdp/gradients/reduce.py", "drop_unwanted"),
         ("fsdp/gradients/reduce.py", "after_post_backward"),
         ("fsdp/gradients/gradient_decisions.py", "keeps_unreduced"),
         ("fsdp/gradients/gradient_decisions.py", "end_backward"),
@@ -63,7 +63,6 @@ CALLED = {
         "note of questions",
         "confirm of agreement",
         "device_type of topology",
-        "run of comm_objects",
         "take of wire_buffers",
         "give of wire_buffers",
     },

@@ -87,7 +87,7 @@ class GradientDecisions:
         for reduce in self.reduces:
             # After the last micro-step this also settles units that took no part in it. After another one it only
             # takes the wrappers off gradients that are complete; what is owed stays for the next micro-step.
-            if not reduce.is_settled and (is_last or not reduce.owes):
+            if is_last or not reduce.owes:
                 reduce.deliver()
         if answer is not None:
             answer.confirm()

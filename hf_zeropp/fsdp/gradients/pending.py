@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zeropp.dtensors import local_tensor_of, set_local_tensor
-from hf_zeropp.fsdp.units import Unit
 
 # ``zero_grad(set_to_none=False)`` runs the second for all gradients at once, unless ``foreach`` is switched off.
 _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -85,14 +84,9 @@ class PendingGradient(torch.Tensor):
 
 
 class PendingGradients:
-    """The gradients of one unit that wait for a reduction to end, by parameter.
+    """The gradients of one unit that wait for a reduction to end, by parameter."""
 
-    Args:
-        unit: the unit.
-    """
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self) -> None:
         # A tensor's hash is its identity, and no operator is run on parameters to find them here.
         self._waiting: dict[DTensor, PendingGradient] = {}
         self._aside: dict[DTensor, torch.Tensor | None] = {}  # while FSDP2 finds None in their places
@@ -152,11 +146,6 @@ class PendingGradients:
             else:
                 set_local_tensor(param.grad, waiting.plain)
         self._waiting.clear()
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether no gradient waits."""
-        return not self._waiting
 
     def waits(self, param: DTensor) -> bool:
         """Return whether something is pending for ``param`` and still wanted: its gradient is the one that was noted."""

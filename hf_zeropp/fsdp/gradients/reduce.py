@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
-from hf_zeropp.fsdp.comm_objects import CommObject, names_unit, naming, record_event
+from hf_zeropp.fsdp.comm_objects import CommObject, naming, record_event
 from hf_zeropp.fsdp.gradients.drivers import BLOCKING, StreamDriver, UnderWay
 from hf_zeropp.fsdp.gradients.pending import PendingGradients
 from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter, ReducedShard, ReduceScatter
@@ -67,11 +67,6 @@ class Form:
     parts: tuple[ReducedShard, ...]
     scale: float
     divisor: float
-
-    def divide(self, reduced: torch.Tensor) -> None:
-        """Divide in place as FSDP2 divides its output after the reduction."""
-        if self.divisor != 1:
-            reduced.div_(self.divisor)
 
     def adds_up_with(self, other: Form) -> bool:
         """Return whether sums of both forms are sums of the same things."""
@@ -124,7 +119,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def __init__(self, unit: Unit, run: ModelRun, decisions: AsksAboutReductions, hops: TwoHopReduce) -> None:
         self.unit = unit
         self.hops = hops
-        self.pending = PendingGradients(unit)
+        self.pending = PendingGradients()
         self._run = run
         self._decisions = decisions
         if isinstance(run.driver, StreamDriver):
@@ -136,7 +131,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._num_late = 0  # reductions under way whose output was zeros
         self._shown_output: torch.Tensor | None = None
 
-    @names_unit
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -249,7 +243,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         with torch.inference_mode(False):
             reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flight.received.device)
         self.hops.finish(flight, form.layouts, reduced, form.scale)
-        form.divide(reduced)
+        if form.divisor != 1:
+            reduced.div_(form.divisor)
         for part in form.parts:
             if self.pending.waits(part.param):  # otherwise the gradient was cleared since, and must not come back
                 # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
@@ -283,16 +278,13 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # FSDP2 knows the shard group alone (``UnitGradients.take_over_replicas``), and averages over no replicas.
         if work is not None:
             work.wait()
-        self.hops.replicas.all_reduce(output).land(self.hops.buffers)
+        with naming(self.unit):
+            self.hops.replicas.all_reduce(output).land(self.hops.buffers)
         if self.unit.gradients.divide_factor is None:
             output.div_(self.hops.num_replicas)
         return None
 
     # Around FSDP2's post_backward.
-
-    def before_post_backward(self) -> None:
-        """FSDP2 is about to reduce: forget contributions to gradients that are gone."""
-        self._drop_unwanted()
 
     def after_post_backward(self) -> None:
         """FSDP2 has added its output to ``.grad``: where something is missing in it, let ``.grad`` say so."""
@@ -310,26 +302,21 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         return self._partial is not None and any(self.pending.waits(part.param) for part in self._partial.form.parts)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether ``deliver`` has nothing to do."""
-        return not self._has_unfinished and self.pending.is_clear
-
-    @property
     def _has_unfinished(self) -> bool:
         return self._partial is not None or self._num_late > 0
 
-    @names_unit
     def deliver(self) -> None:
-        """Run the cross hop for the partial, and complete the gradients. Collective over the cross group."""
-        self._drop_unwanted()
+        """Run the cross hop for the partial, if there is one, and complete the gradients. Collective over the cross group."""
+        self.drop_unwanted()
         partial, self._partial = self._partial, None
         if partial is not None:
             if partial.written is not None:
                 torch.accelerator.current_stream().wait_event(partial.written)
-            flight = self.hops.start_cross_hop(partial.form.layouts, partial.sums)
-            for index in range(len(self.hops.hops_of_replicas(partial.form.layouts))):
-                flight = self.hops.start_replica_hop(index, flight, partial.form.layouts)
-            self._finish(flight, partial.form)
+            with naming(self.unit):
+                flight = self.hops.start_cross_hop(partial.form.layouts, partial.sums)
+                for index in range(len(self.hops.hops_of_replicas(partial.form.layouts))):
+                    flight = self.hops.start_replica_hop(index, flight, partial.form.layouts)
+                self._finish(flight, partial.form)
         if not self._has_unfinished:
             self.pending.clear()
 
@@ -341,7 +328,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if not self._has_unfinished:
             self.pending.clear()
 
-    def _drop_unwanted(self) -> None:
+    def drop_unwanted(self) -> None:
         """Take the contributions to gradients that were zeroed, set to None or replaced out of the partial."""
         if self._partial is None:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hf_zeropp.fsdp.comm_objects import CommObject, names_unit
+from hf_zeropp.fsdp.comm_objects import CommObject
 from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers, Traffic, total
@@ -33,7 +33,6 @@ class ReplicasOfNodes(CommObject):
         self._replicas = Peers.of(unit.replica_group, traffic.ranks_per_node)
         unit.gradients.wrap_own_reduction(self._reduce)
 
-    @names_unit
     def _reduce(self, reduce: Callable[[], None], averages: bool) -> None:
         self._traffic.record(FSDP2_REDUCE, self._bytes(averages=averages))
         reduce()

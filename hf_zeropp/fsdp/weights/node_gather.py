@@ -40,14 +40,8 @@ class NodeGather(CountedAllGather):
         self.names = names
         self.first_param = names[0]
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather as FSDP2 does.
+    def begin(self) -> None:
+        """Let ranks know of the gather.
 
         Raises:
             ValueError: a weight of the unit was made trainable. Ranks agreed on which before (``weight_decisions.py``).
@@ -55,7 +49,6 @@ class NodeGather(CountedAllGather):
         self.refuse_thawed()
         if self.before_gather is not None:
             self.before_gather(self)
-        return super().__call__(output_tensor, input_tensor, group, async_op)
 
     def refuse_thawed(self) -> None:
         """Assert that no weight of the unit was made trainable.
