@@ -14,7 +14,6 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.gradients.drivers import new_driver
 from hf_zeropp.fsdp.gradients.micro_steps import MicroSteps
 from hf_zeropp.fsdp.units import Unit
-from hf_zeropp.fsdp.weights.schedule import GatherSchedule
 from hf_zeropp.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,6 @@ class ModelRun:
         micro_steps: where accumulation stands, and whether gradients are quantized now.
         buffers: of wires. One pool serves all hops of the model: few units are under way at a time, and a pool per unit would
             hold a buffer for each of them.
-        schedule: when the cross hops of gathers start and end.
         driver: of reductions: it lets their hops run while the model computes.
     """
 
@@ -45,7 +43,6 @@ class ModelRun:
         self.checks = checks
         self.micro_steps = MicroSteps(config.quantizes_gradients)
         self.buffers = WireBuffers()
-        self.schedule = GatherSchedule(mesh.device_type, overlaps=config.overlap)
         self.driver = new_driver(mesh.device_type, overlaps=config.overlap)
         self._warned: set[tuple[str, str]] = set()
 

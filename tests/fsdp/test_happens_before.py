@@ -206,7 +206,7 @@ def no_wait_of_the_second_mesh() -> Any:
     """Words of experts are encoded on a stream of their own, before the host waits for the sizes of all others."""
     encode = schedule._encode
 
-    def encode_on_two_streams(due: Sequence[schedule.DueGather]) -> None:
+    def encode_on_two_streams(due: Sequence[schedule.WeightGather]) -> None:
         with torch.cpu.stream(torch.cpu.Stream()):
             encode([gather for gather in due if gather.hops is not due[0].hops])
         encode([gather for gather in due if gather.hops is due[0].hops])

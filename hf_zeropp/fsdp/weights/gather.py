@@ -107,7 +107,8 @@ class WeightGather(CommObject, AllGather):
     Args:
         unit: the unit it serves.
         run: what all units share.
-        before_gather: lets ranks agree on the weights now, unless they did for the pass under way.
+        before_gather: lets ranks agree on the weights now, unless they did for the pass under way, and starts cross hops up to
+            this unit's.
         hops: the two hops, shared by all units of a mesh; None where FSDP2 gathers the weights as they are.
         check: compares secondary shards with the masters; None where this was not asked for.
 
@@ -162,7 +163,6 @@ class WeightGather(CommObject, AllGather):
             with copy.guard():
                 gather_both_hops(self.hops, output_tensor, input_tensor, self.layouts(input_tensor.dtype))
             return None
-        self._run.schedule.reach(self)
         # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still due.
         if copy.due != Change.NONE:
             self.start(input_tensor)

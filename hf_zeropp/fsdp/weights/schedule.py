@@ -23,32 +23,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
 from hf_zeropp import devices
 from hf_zeropp.comm.two_hops import ChangedWords, TwoHopGather, exchange_sizes
+from hf_zeropp.fsdp.weights.gather import WeightGather
 
 AHEAD = 1
 """Units that a cross hop on a stream of its own starts ahead of its own unit."""
-
-
-class DueGather(Protocol):
-    """A gather whose cross hop is due."""
-
-    @property
-    def hops(self) -> TwoHopGather:
-        """Its two hops, which the units of a mesh share."""
-
-    def encode(self) -> ChangedWords | None:
-        """Encode the changed words that it will send; None where it sends something else."""
-
-    def start(self) -> None:
-        """Start the cross hop on the current stream, behind the exchange of sizes."""
-
-    def land(self) -> None:
-        """Finish the cross hop."""
 
 
 class GatherSchedule:
@@ -65,11 +48,11 @@ class GatherSchedule:
         self._device_type = device_type
         self._overlaps = overlaps
         self._has_stream = overlaps and devices.has_streams(device_type)
-        self._due: Sequence[DueGather] = ()
+        self._due: Sequence[WeightGather] = ()
         self._num_started = 0
         self._stream: torch.Stream | None = None
 
-    def begin(self, due: Sequence[DueGather], *, starts_now: bool) -> None:
+    def begin(self, due: Sequence[WeightGather], *, starts_now: bool) -> None:
         """Replace the list of due gathers by those of the forward pass that begins. Ranks have agreed on them.
 
         Args:
@@ -82,7 +65,7 @@ class GatherSchedule:
         if starts_now or not self._has_stream:
             self.finish()
 
-    def reach(self, gather: DueGather) -> None:
+    def reach(self, gather: WeightGather) -> None:
         """Start cross hops up to that of ``gather``, whose weights are needed now, and those that come ahead."""
         if gather in self._due:
             self._start(self._due.index(gather) + 1 + AHEAD)
@@ -126,7 +109,7 @@ class GatherSchedule:
         self._due = starting
 
 
-def _encode(due: Sequence[DueGather]) -> None:
+def _encode(due: Sequence[WeightGather]) -> None:
     """Encode the changed words that cross hops will send, and exchange their sizes once per mesh: that waits for the network."""
     # Experts may lie on another mesh than the rest. The order of the meshes comes from all gathers that are due, on which ranks
     # have agreed: with two orders ranks could wait in a ring.

@@ -28,12 +28,7 @@ from hf_zeropp.comm.exchange import words_of
 from hf_zeropp.comm.two_hops import Carrier, Delta, Secondary, TwoHopGather
 from hf_zeropp.config import ENV_CHECK
 from hf_zeropp.dtensors import local_tensor_of
-from hf_zeropp.fsdp.questions import Questions
 from hf_zeropp.fsdp.units import Unit
-from hf_zeropp.fsdp.weights.freshness import Change
-
-TellFaults = Callable[[str, str], Sequence[str]]
-"""Takes the name of a unit and what this rank found wrong with its copies, or nothing. Returns what all ranks found."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, with random bits: swapped words change the sum
 
@@ -54,27 +49,17 @@ def wants_check() -> bool:
     return value == "1"
 
 
-def compare_due(questions: Questions, due: Sequence[Change]) -> None:
-    """Compare which units' weights every rank is about to send, before one waits for another that sends nothing.
-
-    Args:
-        questions: asks the other ranks.
-        due: the change of each unit, in module order.
-    """
-    said = "start the hops of stale weights"
-    questions.ask(said, due, describe=lambda index: f"due for {due[index].name}").confirm()
-
-
 class SecondaryCheck:
     """Compares the copies of one unit. All ranks over which it is sharded must call it alike, and so must their replicas.
 
     Args:
         unit: the unit.
         hops: its gather in two hops. The secondary shards of ranks as far apart as its node hop has ranks must be equal.
-        tell: tells the other ranks of the model, and hears of theirs; None where the unit is sharded over all of them.
+        tell: takes the unit's name and what this rank found wrong, and returns what all ranks of the model found; None where the
+            unit is sharded over all of them.
     """
 
-    def __init__(self, unit: Unit, hops: TwoHopGather, tell: TellFaults | None = None) -> None:
+    def __init__(self, unit: Unit, hops: TwoHopGather, tell: Callable[[str, str], Sequence[str]] | None = None) -> None:
         self._unit = unit
         self._hops = hops
         self._tell = tell
@@ -94,7 +79,7 @@ class SecondaryCheck:
         """
         assert self._expected is not None
         wires = (*secondary.own.view(self._hops.cross_hop.size, -1), self._expected)
-        faults = list(self._faults(self._of_all_ranks(torch.stack([checksum(wire) for wire in wires]))))
+        faults = list(self._faults(_all_of(torch.stack([checksum(wire) for wire in wires]), self._unit.shard_group)))
         self._stop_if_any(
             faults,
             f"{ENV_CHECK}: the secondary shards of unit {self._unit.name} differ from the masters: {'; '.join(faults[:4])} (seen "
@@ -112,7 +97,9 @@ class SecondaryCheck:
             masters = checksum(masters_of(self._unit, self._dtype).view(torch.uint8))
             differs = any(total != masters.item() for [total] in _all_of(masters.view(1), replicas))
             # A rank that differs is seen by one rank of each replica, which tells its own replica. So all ranks raise.
-            places = self._ranks_with(differs)
+            flags = _all_of(torch.tensor([int(differs)], device=self._unit.device.type), self._unit.shard_group)
+            ranks = dist.get_process_group_ranks(self._unit.shard_group)
+            places = [rank for rank, [is_set] in zip(ranks, flags, strict=True) if is_set]
             self._stop_if_any(
                 places,
                 f"{ENV_CHECK}: replicas hold different weights of unit {self._unit.name}, in the shards of {words_of(places)} "
@@ -132,15 +119,6 @@ class SecondaryCheck:
                 yield f"rank {ranks[owner]} sent other weights than its masters hold, to {words_of(wrong)}"
             elif wrong:
                 yield f"of rank {ranks[owner]}'s weights, {words_of(wrong)} {'hold' if wrong[1:] else 'holds'} others"
-
-    def _of_all_ranks(self, own: torch.Tensor) -> list[list[int]]:
-        return _all_of(own, self._unit.shard_group)
-
-    def _ranks_with(self, flag: bool) -> list[int]:
-        """Return the ranks of the shard group on which ``flag`` is set. Collective."""
-        flags = self._of_all_ranks(torch.tensor([int(flag)], device=self._unit.device.type))
-        ranks = dist.get_process_group_ranks(self._unit.shard_group)
-        return [rank for rank, [is_set] in zip(ranks, flags, strict=True) if is_set]
 
     def _stop_if_any(self, places: Sequence[object], fault: str) -> None:
         """Raise on all ranks of the model if there are any ``places`` with the ``fault``, or another rank has found one."""

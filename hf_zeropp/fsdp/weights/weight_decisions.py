@@ -26,7 +26,7 @@ from hf_zeropp.fsdp.unit_words import words_of_structure, words_of_unseen_change
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.gather import WeightGather
 from hf_zeropp.fsdp.weights.node_gather import NodeGather
-from hf_zeropp.fsdp.weights.secondary_check import compare_due
+from hf_zeropp.fsdp.weights.schedule import GatherSchedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +61,7 @@ class WeightDecisions:
         self._run = run
         self._questions = questions
         self._of_nodes = of_nodes
+        self._schedule = GatherSchedule(run.mesh.device_type, overlaps=run.config.overlap)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
         for gather in of_nodes:
             gather.before_gather = self.before_node_gather
@@ -99,7 +100,7 @@ class WeightDecisions:
         if entrance in self._entered:  # a pass may raise before it has entered, and a step ends what it runs in
             del self._entered[self._entered.index(entrance) :]
         if not self._entered:
-            self._run.schedule.finish()
+            self._schedule.finish()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -123,13 +124,14 @@ class WeightDecisions:
     # Gathers.
 
     def before_gather(self, gather: WeightGather) -> None:
-        """Let ranks agree where FSDP2 gathers outside of every pass, because ``unshard()`` was called, and note the gather."""
+        """Let ranks agree where FSDP2 gathers outside of every pass, because ``unshard()`` was called, and start cross hops."""
         if not self._has_answers([gather]):
             self._agree(self.gathers, "unshard parameters")
         if gather.is_of_all_ranks:
             self._questions.note(f"gathers of unit {gather.unit.name}")
         elif gather.waits_in_node:
             self._note_in_node(gather.unit.name, gather.hops.node_hop.group)
+        self._schedule.reach(gather)
 
     def before_node_gather(self, gather: NodeGather) -> None:
         """Note a gather of frozen weights in a pass of the model."""
@@ -162,7 +164,7 @@ class WeightDecisions:
         # In backward, where optimizers may step for one parameter after the other, the rest of the pass keeps its weights:
         # ``_has_answers``.
         self._entered.clear()
-        self._run.schedule.wait_before_writes()
+        self._schedule.wait_before_writes()
 
     # Questions.
 
@@ -209,10 +211,13 @@ class WeightDecisions:
         for gather, change in zip(self.gathers, largest, strict=True):
             if gather in changes:
                 gather.copy.agree(Change(change))
-        if self._run.checks:
-            compare_due(self._questions, [gather.copy.due for gather in self.gathers])
+        if self._run.checks:  # before one waits for another that sends nothing
+            changed = [gather.copy.due for gather in self.gathers]
+            self._questions.ask(
+                "start the hops of stale weights", changed, describe=lambda index: f"due for {changed[index].name}"
+            ).confirm()
         due = [gather for gather in asked if gather.can_start_ahead]
-        self._run.schedule.begin(due, starts_now=starts_now)
+        self._schedule.begin(due, starts_now=starts_now)
         if self._run.checks:
             # A landing compares copies, which all ranks have to do in one order. Later they may use different units.
             for gather in due:
