@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,6 @@ from hf_zeropp.traffic import (
     REDUCE_CROSS,
     REDUCE_NODE,
     REDUCE_REPLICAS,
-    Bytes,
     MeshBytes,
     Traffic,
     total,
@@ -158,8 +157,7 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     if decisions is None:
         refuse_thawed_before_forwards(model, frozen)
     handle = ZeroPPHandle(run, served, of_nodes, decisions, by_fsdp2, [*frozen, *counted])
-    on_cpu = not devices.has_streams(mesh.device_type)
-    _log_active(run.config, run.traffic, handle.predict(), num_units=len(units), on_cpu=on_cpu)
+    _log_active(handle, len(units))
     return handle
 
 
@@ -194,13 +192,15 @@ def _install_two_hops(
     # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
     weakref.finalize(decisions, channel.close).atexit = False
     # Hops are made mesh by mesh, in one order on all ranks, since some of them meet to share memory.
-    ways: dict[tuple[int, ...], tuple[Callable[[Unit], WeightGather], TwoHopReduce]] = {}
+    ways: dict[tuple[int, ...], tuple[TwoHopGather | None, TwoHopReduce]] = {}
     for ranks, mesh in meshes.items():
         if any(ranks_of(unit) == ranks for unit in units):
-            ways[ranks] = _gathers_over(mesh, run, decisions), _reduce_hops(mesh, run)
+            ways[ranks] = _gather_hops(mesh, run), _reduce_hops(mesh, run)
     for unit in units:
-        make_gather, hops = ways[ranks_of(unit)]
-        gather, reduce = make_gather(unit), ZeroPPReduceScatter(unit, run, decisions.gradients, hops)
+        gather_hops, reduce_hops = ways[ranks_of(unit)]
+        check = _check_of(unit, meshes[ranks_of(unit)], run, gather_hops, decisions)
+        gather = WeightGather(unit, run, decisions.weights.before_gather, gather_hops, check)
+        reduce = ZeroPPReduceScatter(unit, run, decisions.gradients, reduce_hops)
         unit.gradients.take_over_replicas()
         unit.set_all_gather(gather)
         unit.gradients.reduce_through(reduce)
@@ -218,29 +218,24 @@ def _install_two_hops(
     return decisions
 
 
-def _gathers_over(mesh: ShardMesh, run: ModelRun, decisions: Decisions) -> Callable[[Unit], WeightGather]:
-    """Return what makes the gather of a unit of this mesh."""
-    # Nothing is quantized and nothing is kept here, so the gather stays FSDP2's own. It is wrapped all the same:
-    # its bytes are counted, and a unit that stayed unsharded is gathered anew when its weights change.
-    if leaves_gathers_to_fsdp2(run.config, mesh.hpz_size, mesh.topology.num_ranks):
-        return lambda unit: WeightGather(unit, run, decisions.weights.before_gather)
-    hops = _gather_hops(mesh, run)
-    has_copies = mesh.hpz_size is not None
-    if run.checks and not has_copies and dist.get_rank() == 0:
-        logger.warning("%s=1 compares the nodes' copies of the weights; with hpz_size=None there are none.", ENV_CHECK)
+def _check_of(
+    unit: Unit, mesh: ShardMesh, run: ModelRun, hops: TwoHopGather | None, decisions: Decisions
+) -> SecondaryCheck | None:
+    if not run.checks or hops is None or mesh.hpz_size is None:
+        return None
     # The ranks of this mesh compare their copies with each other. If the model has further ranks (replicas, or experts on a mesh
     # of their own), these see no fault by themselves, so they are told of it and stop as well.
     is_whole = mesh.topology.num_ranks == len(own_group(run.mesh.groups.data_parallel))
-    tell = None if is_whole else decisions.questions.tell_faults
-
-    def make_gather(unit: Unit) -> WeightGather:
-        check = SecondaryCheck(unit, hops, tell) if run.checks and has_copies else None
-        return WeightGather(unit, run, decisions.weights.before_gather, hops, check)
-
-    return make_gather
+    return SecondaryCheck(unit, hops, None if is_whole else decisions.questions.tell_faults)
 
 
-def _gather_hops(mesh: ShardMesh, run: ModelRun) -> TwoHopGather:
+def _gather_hops(mesh: ShardMesh, run: ModelRun) -> TwoHopGather | None:
+    # Nothing is quantized and nothing is kept here, so the gather stays FSDP2's own. It is wrapped all the same:
+    # its bytes are counted, and a unit that stayed unsharded is gathered anew when its weights change.
+    if leaves_gathers_to_fsdp2(run.config, mesh.hpz_size, mesh.topology.num_ranks):
+        return None
+    if run.checks and mesh.hpz_size is None and dist.get_rank() == 0:
+        logger.warning("%s=1 compares the nodes' copies of the weights; with hpz_size=None there are none.", ENV_CHECK)
     # The groups of gathers follow ``hpz_size``, the number of ranks that share a copy, and may differ from the true
     # nodes. The groups of reductions do not: their node hop is meant for the fast links, whatever the copies are.
     groups = mesh.topology if mesh.hpz_size is None else mesh.topology_of(mesh.hpz_size)
@@ -369,21 +364,12 @@ def _log_inactive(topology: Topology, num_nodes: int, *, is_enabled: bool) -> No
         )
 
 
-def _log_active(
-    config: ZeroPPConfig, traffic: Traffic, predicted: Mapping[str, Bytes], *, num_units: int, on_cpu: bool
-) -> None:
-    """Say that ZeRO++ runs, and what is expected to cross nodes. Rank 0 speaks for all.
-
-    Args:
-        config: the settings.
-        traffic: knows the nodes, and what stock FSDP2 sends at least.
-        predicted: bytes that a rank receives in a step of one micro-step, by collective.
-        num_units: number of units.
-        on_cpu: whether ranks compute on CPUs.
-    """
+def _log_active(handle: ZeroPPHandle, num_units: int) -> None:
+    """Say that ZeRO++ runs, and what is expected to cross nodes. Rank 0 speaks for all."""
     if dist.get_rank() != 0:
         return
-    name = config.preset_name(on_cpu=on_cpu)
+    config, traffic = handle.config, handle.traffic
+    name = config.preset_name(on_cpu=not devices.has_streams(handle.topology.mesh.device_type))
     logger.warning(
         "ZeRO++ is on: %d nodes x %s, %s, %s. In a step of one micro-step a node is expected to receive %s%s from "
         "other nodes. FSDP2's own collectives would take %s or more.",
@@ -393,7 +379,7 @@ def _log_active(
         with_noun(num_units, "unit"),
         # How many words change is known after a step. Until then whole weights, or deltas, are counted.
         "at most " if config.sends_changes else "",
-        _in_words(traffic.ranks_per_node * total(predicted.values()).cross_node),
+        _in_words(traffic.ranks_per_node * total(handle.predict().values()).cross_node),
         _in_words(traffic.zero3_bytes(1)),
     )
 
