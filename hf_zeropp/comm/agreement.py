@@ -101,7 +101,7 @@ class Agreement:
         message = _digest(common) + _digest(of_node) + flags
         # Bytes are handled by Python and NumPy, whose calls cost less than those of PyTorch. This runs twice in a micro-step.
         sent = torch.frombuffer(bytearray(message * self._num_ranks), dtype=torch.uint8)
-        received = torch.zeros_like(sent)  # and not ``empty_like``: ``_silent_ranks``
+        received = torch.zeros_like(sent)  # and not ``empty_like``: ``_describe_silence``
         work = self._channel.start(received, sent)
         # ``explain`` is kept and not called: words for every unit would cost more than the exchange, and are rarely
         # needed. The buffer that is sent must live until the exchange has ended.
@@ -190,14 +190,11 @@ class Answer:
     def _asker(self) -> str:
         return f"Rank {dist.get_rank()} is about to {self._explain().action}"
 
-    def _silent_ranks(self) -> list[int]:
-        """Return the ranks whose statement has not arrived, while an exchange is under way or after it failed."""
-        ranks = dist.get_process_group_ranks(self._group)
-        return [ranks[index] for index, row in enumerate(self._received) if not row[:DIGEST_BYTES].any()]
-
     def _describe_silence(self) -> str:
+        """Say whose statement has not arrived, while an exchange is under way or after it failed."""
         # Every rank sends its statement to each of the others by itself, so one that is missing tells of its sender alone.
-        silent = self._silent_ranks()
+        ranks = dist.get_process_group_ranks(self._group)
+        silent = [ranks[index] for index, row in enumerate(self._received) if not row[:DIGEST_BYTES].any()]
         if not silent:
             return "all of them are here, but one has ended since"
         return f"{are_words(silent)} not there (its data ended before that of the others? it ended, hangs, or was stopped?)"

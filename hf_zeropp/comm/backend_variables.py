@@ -8,14 +8,11 @@ callback that is made after TrainingArguments, which make the group. Importing t
 
 from __future__ import annotations
 
-import os
-from collections.abc import MutableMapping
-
 from hf_zeropp.comm.gloo_address import take_interface_of_nccl
 from hf_zeropp.comm.nccl import order_launches
 
 
-def set_backend_variables(environ: MutableMapping[str, str] = os.environ) -> None:
+def set_backend_variables() -> None:
     """Ask NCCL for one order of launches, and let gloo take NCCL's interface, where the user has chosen neither."""
-    order_launches(environ)
-    take_interface_of_nccl(environ)
+    order_launches()
+    take_interface_of_nccl()

@@ -22,10 +22,7 @@ group that was there before.
 The order of calls is one thread's. So with the variable two host threads that launch operations of NCCL on one device at the same
 time, on any of its communicators, are a fatal error: "host threads racing to launch NCCL on same device", ncclInvalidUsage. (NCCL
 watches itself alone, and no other work on the device. Without the variable this holds for threads of one communicator, and of
-those that were split from it.) An inference engine within the process, or a thread that syncs weights, may come to that: let one
-thread launch, or let both hold a lock meanwhile. ``NCCL_LAUNCH_RACE_FATAL=0`` switches the check off: launches that race have no
-order in common then, as none has without the variable, and all others keep theirs. ``NCCL_LAUNCH_ORDER_IMPLICIT=0`` gives up the
-order as well.
+those that were split from it.) hf_zeropp/README.md says who may come to that, and what to do ("NCCL and gloo").
 
 On ROCm the variable is left alone. RCCL reads it too; ranks are reported to crash by it (ROCm/aorta#512), and to hang with three
 communicators in spite of it (ROCm/rccl#2191).
@@ -44,7 +41,6 @@ VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 FIRST_VERSION = (2, 26)
 
 logger = logging.getLogger(__name__)
-
 
 _came_late = False
 """Whether a process group existed already when the variable was set."""

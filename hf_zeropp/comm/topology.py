@@ -58,7 +58,7 @@ class WorldGroups(NamedTuple):
     replicas: ShardGroups
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Topology:
     """One rank's place in a shard group of ``num_nodes`` x ``ranks_per_node`` ranks, and its two groups.
 
@@ -67,12 +67,16 @@ class Topology:
         ranks: the ranks of its shard group: the world, unless there is other parallelism.
         ranks_per_node: how many of them are on each node, N.
         mesh: the shard group as nodes by ranks of a node.
+        cross_group: the Y ranks, one per node, that have this rank's place in their nodes.
+        node_group: the N ranks of this rank's node.
     """
 
     rank: int
     ranks: tuple[int, ...]
     ranks_per_node: int
-    mesh: DeviceMesh = dataclasses.field(compare=False, repr=False)
+    mesh: DeviceMesh
+    cross_group: dist.ProcessGroup
+    node_group: dist.ProcessGroup
 
     @property
     def num_ranks(self) -> int:
@@ -83,16 +87,6 @@ class Topology:
     def num_nodes(self) -> int:
         """Y, the number of nodes."""
         return self.num_ranks // self.ranks_per_node
-
-    @property
-    def node_group(self) -> dist.ProcessGroup:
-        """The N ranks of this rank's node."""
-        return self.mesh.get_group("node")
-
-    @property
-    def cross_group(self) -> dist.ProcessGroup:
-        """The Y ranks, one per node, that have this rank's place in their nodes."""
-        return self.mesh.get_group("cross")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -340,12 +334,12 @@ def _topology(ranks_per_node: int, device_type: str, shard_groups: ShardGroups) 
     if not any(isinstance(made, Topology) for made in _made.values()):  # once per process
         warn_of_any_order(device_type)
     of_nodes = [torch.tensor(ranks).view(-1, ranks_per_node) for ranks in shard_groups]
-    # Making a group is collective over the world: every rank makes the groups of all nodes, in the same order, and
-    # keeps its own. ``init_device_mesh`` would make the same groups with the backend's default timeout.
+    # Every rank makes the groups of all nodes, in the same order, and keeps its own. ``init_device_mesh`` would make the same
+    # groups with the backend's default timeout.
     cross_group = _new_group([ranks for nodes in of_nodes for ranks in nodes.T.tolist()])
     node_group = _new_group([ranks for nodes in of_nodes for ranks in nodes.tolist()])
     own = shard_groups.index(own_group(shard_groups))
     mesh = DeviceMesh.from_group(
         [cross_group, node_group], device_type, of_nodes[own], mesh_dim_names=("cross", "node")
     )
-    return Topology(dist.get_rank(), shard_groups[own], ranks_per_node, mesh)
+    return Topology(dist.get_rank(), shard_groups[own], ranks_per_node, mesh, cross_group, node_group)

@@ -103,11 +103,6 @@ class TwoHopReduce:
         return self.node_hop.size > 1
 
     @property
-    def num_ranks(self) -> int:
-        """The number W of ranks in the world, or in one replica."""
-        return self.node_hop.size * self.cross_hop.size
-
-    @property
     def num_replicas(self) -> int:
         """The number of replicas that are added up."""
         return math.prod(hop.size for hop in self.replica_hops)
@@ -139,7 +134,7 @@ class TwoHopReduce:
             sums = full.new_empty(num_nodes, layouts.node_hop.numel)
             # The backend keeps ``full`` as long as it reads it.
             return self.node_hop.reduce_scatter(sums, full.view(num_nodes, -1))
-        num_bytes = self.num_ranks * layouts.node_hop.nbytes
+        num_bytes = self.node_hop.size * self.cross_hop.size * layouts.node_hop.nbytes
         wire, received = (self.buffers.take(num_bytes, full.device) for _ in range(2))
         # The gradients lie as [y, x] and are encoded as [x, y] (``slice_rows``): part x of the wire, the slices of
         # cross group x in all nodes, is then one run of bytes, which the all-to-all sends to rank x of this node.
@@ -159,13 +154,13 @@ class TwoHopReduce:
         """
         # Sums are taken in fp32, also of partial sums in bf16: one unit at a time has an fp32 copy of them.
         total = None if partial is None else partial.float()
+        received = flight.land(self.buffers)
         if self._arrives_summed(layouts):
-            sums = flight.land(self.buffers)
             # With one rank per node these are the caller's gradients, who may free or reuse their memory.
             is_own = self.has_node_hop
-            total = sums.to(torch.float32, copy=not is_own) if total is None else total.add_(sums)
+            total = received.to(torch.float32, copy=not is_own) if total is None else total.add_(received)
         else:
-            received, initial = flight.land(self.buffers), total
+            initial = total
             if total is None:
                 total = _new_partial((self.cross_hop.size, layouts.node_hop.numel), torch.float32, received.device)
             # ``initial`` and ``out`` may be one tensor, since the kernel reads an element before it writes it.
@@ -173,7 +168,7 @@ class TwoHopReduce:
             self.buffers.give(received)
         if self.accumulator == torch.float32:
             return total
-        rounded = _new_partial(tuple(total.shape), self.accumulator, total.device) if partial is None else partial
+        rounded = _new_partial(total.shape, self.accumulator, total.device) if partial is None else partial
         return rounded.copy_(total)
 
     def start_cross_hop(
@@ -262,6 +257,6 @@ class TwoHopReduce:
 
 
 @torch.inference_mode(False)
-def _new_partial(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _new_partial(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return room for partial sums, which are kept like a secondary shard: see ``new_wire`` for the inference mode."""
     return torch.empty(shape, dtype=dtype, device=device)

@@ -43,7 +43,6 @@ CALLED = {
         "largest of agreement",
         "drain of drivers",
         "current_backward of backward_passes",
-        "node_group of topology",
         "device_type of topology",
         "of of weight_stamp",
         "matches of weight_stamp",
