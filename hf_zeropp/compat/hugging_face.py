@@ -63,7 +63,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "Ours stand in their places, and send whole weights after a checkpoint where deltas are the rule. If it "
         "moved: a run resumed with deltas differs from the unbroken one.", silent=True),
     called("transformers.trainer:Trainer",
-        "_save_checkpoint _save_rng_state _get_output_dir", "integrations.resume",
+        "_save_checkpoint _save_rng_state _get_output_dir", "integrations.resume integrations.trainer",
         "The mark of a whole checkpoint is removed before the first, and comes after the second on all ranks."),
     reads("transformers.trainer:Trainer._save_checkpoint",
         "_save_rng_state save_to_json rotate_checkpoints", "integrations.resume",

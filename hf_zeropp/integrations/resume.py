@@ -7,8 +7,8 @@ newest folder lacks a file, and no older checkpoint is left.
 
 Under a ZeroPPCallback ``trainer_state.json`` is therefore the mark of a whole checkpoint:
 
-1. It is removed before anything is written to a folder that exists already (``_unmark_then_save``).
-2. All ranks wait for each other when they have written their files (``_save_then_wait``). The first rank writes the mark, and
+1. It is removed before anything is written to a folder that exists already (``unmark_then_save``).
+2. All ranks wait for each other when they have written their files (``save_then_wait``). The first rank writes the mark, and
    deletes older checkpoints, after that.
 3. ``train(resume_from_checkpoint=True)`` takes the last folder with the mark, and says which it passed over.
    ``train(resume_from_checkpoint=folder)`` raises for one without it, and names the last whole one.
@@ -36,30 +36,12 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-from hf_zeropp.compat.extend import extend
 from hf_zeropp.files import read_json
 
 logger = logging.getLogger(__name__)
 
 MARK = "trainer_state.json"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-
-
-def patch_saves(is_ours: Callable[[Trainer], bool]) -> None:
-    """Make some Trainers mark whole checkpoints. Repeated calls change nothing.
-
-    Args:
-        is_ours: whether a Trainer is one of them.
-    """
-
-    def extend_ours(name: str, extended: Callable[..., Any]) -> None:
-        def call(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-            return extended(original, self, *args, **kwargs) if is_ours(self) else original(self, *args, **kwargs)
-
-        extend(Trainer, name, call)
-
-    extend_ours("_save_checkpoint", _unmark_then_save)
-    extend_ours("_save_rng_state", _save_then_wait)
 
 
 def folder_to_resume(trainer: Trainer, wanted: str | bool | None) -> str | None:
@@ -93,16 +75,15 @@ def last_whole_checkpoint(output_dir: str) -> str | None:
     views: list[dict[int, str | None]] = gather_object([own])
     # A folder that a rank does not see at all is missing in its view, and not whole.
     steps = sorted(set().union(*views), reverse=True)
-    passed_over = []
+    found, passed_over = None, []
     for step in steps:
+        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
         reasons = [view.get(step, "it does not see the folder") for view in views]
         if not any(reasons):
+            found = os.path.join(output_dir, name)
             break
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
-        passed_over.append(f"{PREFIX_CHECKPOINT_DIR}-{step} (rank {rank}: {reason})")
-    else:
-        step = None
-    found = None if step is None else os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        passed_over.append(f"{name} (rank {rank}: {reason})")
     if passed_over and PartialState().is_main_process:
         logger.warning(
             "The save of %s in %s was interrupted or is damaged. The last whole checkpoint is %s.",
@@ -171,7 +152,8 @@ def _refuse_model_alone(folder: str) -> None:
         )
 
 
-def _unmark_then_save(original: Callable[..., None], self: Trainer, model: nn.Module, trial: Any) -> None:
+def unmark_then_save(original: Callable[..., None], self: Trainer, model: nn.Module, trial: Any) -> None:
+    """Extend ``_save_checkpoint``: see 1 above."""
     folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
     try:
         # The other ranks write nothing before the first has passed here: weights are saved together.
@@ -195,8 +177,8 @@ def _why_not_saved(trainer: Trainer, folder: Path, error: Exception) -> str:
     )
 
 
-def _save_then_wait(original: Callable[..., None], self: Trainer, output_dir: str) -> None:
-    # ``_save_rng_state`` writes the last file of all ranks. The mark (``save_to_json``) and the deletion of older checkpoints
-    # (``rotate_checkpoints``) follow, and are the first rank's alone.
+def save_then_wait(original: Callable[..., None], self: Trainer, output_dir: str) -> None:
+    """Extend ``_save_rng_state``, which writes the last file of all ranks: see 2 above."""
+    # The mark (``save_to_json``) and the deletion of older checkpoints (``rotate_checkpoints``) follow.
     original(self, output_dir)
     self.accelerator.wait_for_everyone()

@@ -25,17 +25,16 @@ class StepLog:
     Args:
         handles: the trained model's first, then those of models that are only evaluated (reference models). The
             figure for ZeRO-3, and so the saving, counts the trained model's steps alone.
+
+    Attributes:
+        trained: the handle of the model that is trained.
     """
 
     def __init__(self, handles: Sequence[ZeroPPHandle]) -> None:
-        self.handles = list(handles)
+        self._handles = list(handles)
+        self.trained = self._handles[0]
         # Counters are never reset here, because the user may read the same handle's traffic.
         self._logged = self._totals()
-
-    @property
-    def trained(self) -> ZeroPPHandle:
-        """The handle of the model that is trained."""
-        return self.handles[0]
 
     def since_last_log(self) -> dict[str, float]:
         """Return figures of the steps since the last call, in GB per node and step; empty when there were none.
@@ -76,8 +75,8 @@ class StepLog:
         trained = self.trained.traffic
         return {
             _STEPS: trained.steps,
-            CROSS_NODE: sum(handle.traffic.cross_node_bytes for handle in self.handles),
-            INTRA_NODE: sum(handle.traffic.intra_node_bytes for handle in self.handles),
+            CROSS_NODE: sum(handle.traffic.cross_node_bytes for handle in self._handles),
+            INTRA_NODE: sum(handle.traffic.intra_node_bytes for handle in self._handles),
             ROLLOUT_CROSS_NODE: trained.ranks_per_node * trained.rollouts.cross_node,
             ROLLOUT_INTRA_NODE: trained.ranks_per_node * trained.rollouts.intra_node,
             # The function divides by ``max(steps, 1)``. The same factor gives the total, also before the first step.

@@ -56,7 +56,7 @@ from hf_zeropp.integrations.accelerate import (
     use_plugin,
 )
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
-from hf_zeropp.integrations.resume import folder_to_resume, patch_saves
+from hf_zeropp.integrations.resume import folder_to_resume, save_then_wait, unmark_then_save
 from hf_zeropp.integrations.step_log import StepLog
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,9 @@ class ZeroPPCallback(TrainerCallback):
         >>> callback.attach(trainer)  # only for further sharded models, here the reference
         >>> trainer.train()
     """
+
+    _settings: Any = None
+    """Those of Trainers whose arguments hold none. None stands for the environment."""
 
     def __init__(self, *, update_folder: str | os.PathLike[str] | None = None, update_place: str | None = None) -> None:
         self._update_folder, self._update_place = update_folder, update_place
@@ -134,7 +137,11 @@ class ZeroPPCallback(TrainerCallback):
         if not is_sharded(_model_of(trainer)):
             _shard(trainer)
         if (plugin := self._active_plugin) is not None:
-            self._auxiliary = [plugin.apply(_frozen_in_eval(model)) for model in _auxiliary_models(trainer)]
+            models = _auxiliary_models(trainer)
+            for model in models:
+                if not model.training:  # an optimizer step then leaves its secondary shards fresh
+                    model.requires_grad_(False)
+            self._auxiliary = [plugin.apply(model) for model in models]
         return self
 
     def on_init_end(
@@ -146,7 +153,8 @@ class ZeroPPCallback(TrainerCallback):
             ValueError: the Trainer would not shard with FSDP2, or its TRL has no way to feed vLLM within the node.
         """
         _check_arguments(args, model)
-        plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=self._settings_for(args))
+        own = _settings_of(args)
+        plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=self._settings if own is None else own)
         # Trackers write the arguments as JSON, on the first rank alone. An error there would leave the others waiting.
         if isinstance(args.fsdp_config, dict) and isinstance(settings := args.fsdp_config.get(ENTRY), ZeroPPConfig):
             args.fsdp_config[ENTRY] = settings.to_dict()
@@ -159,9 +167,6 @@ class ZeroPPCallback(TrainerCallback):
             use_plugin(plugin)
         else:
             check_all_or_none(plugin)
-
-    def _settings_for(self, args: TrainingArguments) -> Any:
-        return _settings_of(args)
 
     def _take_part(self, args: TrainingArguments, plugin: ZeroPPPlugin) -> None:
         self._args, self._plugin = args, plugin
@@ -239,11 +244,7 @@ class ZeroPPCallback(TrainerCallback):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
-    ) -> None:
-        """Do what ``on_evaluate`` does."""
-        self.on_evaluate(args, state, control, model)
+    on_predict = on_evaluate  # type: ignore[assignment]  # it is told metrics as well, as one more keyword
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -280,9 +281,19 @@ class ZeroPPCallback(TrainerCallback):
 def _extend_trainers() -> None:
     """Extend methods of all Trainers. In those where no callback takes part they keep to what they did."""
     patch_checkpoints(transformers.trainer)
-    patch_saves(_is_served)
     extend(Trainer, "train", _train)
-    extend(Trainer, "evaluation_loop", _evaluate)
+    _extend_served("evaluation_loop", _evaluate)
+    _extend_served("_save_checkpoint", unmark_then_save)
+    _extend_served("_save_rng_state", save_then_wait)
+
+
+def _extend_served(name: str, extended: Callable[..., Any]) -> None:
+    """Extend a method of those Trainers in which a callback takes part."""
+
+    def call(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        return extended(original, self, *args, **kwargs) if _is_served(self) else original(self, *args, **kwargs)
+
+    extend(Trainer, name, call)
 
 
 def _settings_of(args: TrainingArguments) -> Any:
@@ -421,10 +432,9 @@ def _train(
 
 def _evaluate(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Extend ``evaluate`` and ``predict``. Before ``train`` the Trainer would shard a model alone, which FSDP2 refuses."""
-    if _is_served(self):
-        _put_in_charge(self)
-        if self.is_fsdp_enabled and not is_sharded(_model_of(self)):
-            _shard(self)
+    _put_in_charge(self)
+    if self.is_fsdp_enabled and not is_sharded(_model_of(self)):
+        _shard(self)
     return original(self, *args, **kwargs)
 
 
@@ -444,8 +454,3 @@ def _auxiliary_models(trainer: Trainer) -> list[nn.Module]:
     trained = set(_model_of(trainer).modules())
     models = [value for value in values if isinstance(value, nn.Module) and value not in trained]
     return [model for model in dict.fromkeys(models) if is_sharded(model) and trained.isdisjoint(model.modules())]
-
-
-def _frozen_in_eval(model: nn.Module) -> nn.Module:
-    """Freeze a model that is in eval mode: an optimizer step then leaves its secondary shards fresh."""
-    return model if model.training else model.requires_grad_(False)

@@ -21,13 +21,6 @@ from hf_zeropp.integrations.trainer import ZeroPPCallback, entry_of, is_sharded,
 class DefaultCallback(ZeroPPCallback):
     """Part of every Trainer that is built after ``serve_scripts``: see above."""
 
-    _settings: Any = None
-    """The settings that ``serve_scripts`` was given."""
-
-    def _settings_for(self, args: TrainingArguments) -> Any:
-        settings = super()._settings_for(args)
-        return self._settings if settings is None else settings
-
     def _begin(self) -> None:
         """Leave everything as it is, because most Trainers have nothing to do with ZeRO++."""
 
@@ -35,18 +28,14 @@ class DefaultCallback(ZeroPPCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         """Take part if the arguments, or ``hf_zeropp.run``, ask for ZeRO++."""
-        active = plugin_in_force()
-        launched = active if isinstance(active, ZeroPPPlugin) else None
-        wants = _wants_zeropp(args)
+        active, wants = plugin_in_force(), _wants_zeropp(args)
         # Accelerate has no plugin for a model that Transformers sharded at load.
         is_sharded_at_load = wants is None and is_enabled() and is_sharded(model)
-        if launched is None and not wants and not is_sharded_at_load:
-            return
         # The plugin that stands already has the settings of the environment, or those that a script gave its own
         # Accelerator. The arguments' settings go over both.
-        if launched is not None and wants is None:
-            self._take_part(args, launched)
-        else:
+        if wants is None and isinstance(active, ZeroPPPlugin):
+            self._take_part(args, active)
+        elif wants or isinstance(active, ZeroPPPlugin) or is_sharded_at_load:
             super().on_init_end(args, state, control, model=model)
 
     def on_train_begin(
