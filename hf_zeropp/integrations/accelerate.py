@@ -134,9 +134,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
             return
         # Accelerate calls this twice per ``prepare``. All that follows may be repeated: frozen weights that are sharded
         # are passed over, and two armed hooks find the same handle.
-        device = PartialState().device
-        assert device is not None  # it is set with the process group
-        prepare_frozen(self, self.zeropp_config, model, device.type)
+        prepare_frozen(self, self.zeropp_config, model)
         self._reduce_on_every_micro_step()
         on_first_use(model, lambda: self.handle_of(model))
 

@@ -16,8 +16,6 @@ import accelerate.utils
 
 from hf_zeropp.compat.extend import extend
 
-SAVE, LOAD = "save_fsdp_optimizer", "load_fsdp_optimizer"
-
 
 def patch_checkpoints(module: ModuleType) -> None:
     """Tell a model's handle whenever ``module`` saves or loads its optimizer. Repeated calls change nothing.
@@ -25,11 +23,11 @@ def patch_checkpoints(module: ModuleType) -> None:
     Args:
         module: ``accelerate.accelerator`` or ``transformers.trainer``.
     """
-    _patch(module, SAVE, "save_state")
-    _patch(module, LOAD, "invalidate")
+    _call_after(module, "save_fsdp_optimizer", "save_state")
+    _call_after(module, "load_fsdp_optimizer", "invalidate")
 
 
-def _patch(module: ModuleType, name: str, method: str) -> None:
+def _call_after(module: ModuleType, name: str, method: str) -> None:
     """Call the handle's ``method`` after the function ``name`` of ``module``."""
     # Accelerate's own, because another library may have replaced the module's by a function with other parameter names.
     signature = inspect.signature(getattr(accelerate.utils, name))

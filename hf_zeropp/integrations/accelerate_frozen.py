@@ -41,9 +41,7 @@ from hf_zeropp.ops.frozen_format import FrozenFormat
 logger = logging.getLogger(__name__)
 
 
-def prepare_frozen(
-    plugin: FullyShardedDataParallelPlugin, config: ZeroPPConfig, model: nn.Module, device_type: str
-) -> None:
+def prepare_frozen(plugin: FullyShardedDataParallelPlugin, config: ZeroPPConfig, model: nn.Module) -> None:
     """Pack (``frozen_bits``) and shard the frozen weights of ``model``. A second call for the same model does nothing.
 
     Args:
@@ -52,7 +50,6 @@ def prepare_frozen(
             back for the next model.
         config: the ZeRO++ settings.
         model: not sharded yet.
-        device_type: "cuda" or "cpu".
 
     Raises:
         ValueError: another library quantized the model, or some ranks have frozen weights and others none.
@@ -60,14 +57,16 @@ def prepare_frozen(
     # Sharded already: Accelerate asks twice, and ``prepare`` may be called again.
     if isinstance(model, FSDPModule) or is_sharded(model):
         return
-    user_ignored = get_parameters_from_modules(plugin.ignored_modules or (), model, PartialState().device)
+    device = PartialState().device
+    assert device is not None  # it is set with the process group
+    user_ignored = get_parameters_from_modules(plugin.ignored_modules or (), model, device)
     frozen = {param for param in model.parameters() if not param.requires_grad} - user_ignored
     if not dist.is_initialized() or dist.get_world_size() == 1 or not _agree_on_frozen(bool(frozen)):
         return
     refuse_foreign_quantizer(model)
     # Frozen weights never change, so each node keeps all of them: a gather of them stays within the node in every step.
     # The groups of all nodes are made here already, and ranks that differed in N would wait in there for ever.
-    node_mesh = get_topology(agree_on_nodes(config.ranks_per_node), device_type).mesh["node"]
+    node_mesh = get_topology(agree_on_nodes(config.ranks_per_node), device.type).mesh["node"]
     from_rank_0 = bool(plugin.cpu_ram_efficient_loading)
     if config.frozen_bits is not None:
         # Packing comes before sharding, so that FSDP2 shards codes and scales and gathers them as they are. Ranks other
