@@ -57,7 +57,7 @@ def quantize_frozen(
 
 def convert_frozen(
     model: nn.Module, format: FrozenFormat, dense: Collection[nn.Module], *, frozen_only: bool = True
-) -> nn.Module:
+) -> None:
     """Do what ``quantize_frozen`` does, but without values: codes and scales are on ``meta``, for a loader to fill in.
 
     Args:
@@ -65,24 +65,17 @@ def convert_frozen(
         format: bits and block.
         dense: modules whose own weights are left as they are.
         frozen_only: whether trainable weights stay; if not, they are packed too.
-
-    Returns:
-        The model.
     """
     for (module, name), *tied in packable_weights(model, dense, frozen_only=frozen_only):
         _tie_all(convert_module(module, name, format), name, tied, format)
-    return model
 
 
-def unpack_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def unpack_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Make packed weights dense ones of the values that they decode to, in place, tied ones once. They stay frozen.
 
     Args:
         model: not sharded.
         dtype: the dtype of these weights; default: the one to which each decodes.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: the model is sharded.
@@ -98,7 +91,6 @@ def unpack_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Modu
             if id(weight.codes) not in dense:
                 dense[id(weight.codes)] = nn.Parameter(weight.decode().to(dtype or weight.dtype), requires_grad=False)
         unconvert_module(module, {name: dense[id(weight.codes)] for name, weight in weights.items()})
-    return model
 
 
 def pack_weight(module: nn.Module, name: str, format: FrozenFormat) -> Packed:

@@ -156,20 +156,17 @@ def _parts(unit: FrozenUnit, param_dtype: torch.dtype | None) -> list[tuple[Froz
 
     They are parted where codes and scales are sharded as floats. See [Note: bytes under a float dtype] in storage.py.
     """
-    packed = [places for places in unit.params if fsdp2_needs_floats() and _is_packed(places[0])]
-    for places in packed:
-        _store_as_float(places)
+    packed = []
+    for places in unit.params:
+        module, name = places[0]
+        if fsdp2_needs_floats() and isinstance(module, Packed) and name in module.stored_params():
+            _store_as_float(places)
+            packed.append(places)
     if param_dtype is None:
         return [(unit, None)]
     dense = [places for places in unit.params if places not in packed]
     parts = [(FrozenUnit(unit.owner, packed), None), (FrozenUnit(unit.owner, dense), param_dtype)]
     return [(part, dtype) for part, dtype in parts if part.params]
-
-
-def _is_packed(place: Place) -> bool:
-    """Whether the parameter holds codes or scales."""
-    module, name = place
-    return isinstance(module, Packed) and name in module.stored_params()
 
 
 def _store_as_float(places: list[Place]) -> None:

@@ -152,7 +152,8 @@ class PackedWeight(Tensor):
 
     def decode(self) -> Tensor:
         """Return the whole dense tensor, also where the codes are sharded. See [Note: packed weights under FSDP2]."""
-        codes, scales = full_tensor(as_bytes(self.codes)), full_tensor(as_bytes(self.scales))
+        stored = (as_bytes(self.codes), as_bytes(self.scales))
+        codes, scales = (each.full_tensor() if isinstance(each, DTensor) else each for each in stored)
         dense = frozen_format.unpack(codes, scales, self.form.columns, self.form.format, self.form.dtype)
         return _replay(dense, self._views)
 
@@ -219,11 +220,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
         value for parameter, value in given if parameter.alias_info is not None and parameter.alias_info.is_write
     ]
     return [each for value in written for each in (value if isinstance(value, list | tuple) else [value])]
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, gathered if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _replay(dense: Tensor, views: Views) -> Tensor:
