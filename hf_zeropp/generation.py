@@ -96,15 +96,14 @@ def generation_mode(model: nn.Module, memory_budget: int | str | None = None) ->
         yield model
 
 
-def install_generate(model: nn.Module, apply: Callable[[], ZeroPPHandle | None] | None = None) -> None:
+def install_generate(model: nn.Module, apply: Callable[[], ZeroPPHandle | None]) -> None:
     """Make ``model.generate`` run in ``generation_mode``. Once; models without ``generate`` are left alone.
 
     Args:
         model: the model, sharded now or before its first call of ``generate``.
-        apply: applies ZeRO++ if no forward did yet. By default the model must be under ZeRO++ by then.
+        apply: applies ZeRO++ if no forward did yet.
     """
-    if apply is not None:
-        setattr(model, _APPLY, apply)
+    setattr(model, _APPLY, apply)
     # A second call must not wrap the wrapper. It is an attribute of the instance: Accelerate's plugin installs it
     # before the model is sharded, and ``fully_shard`` then gives the model another class, but leaves its attributes
     # alone.
