@@ -104,7 +104,6 @@ class ZeroPPQuantizer(HfQuantizer):
     """The answers to what ``from_pretrained`` and ``save_pretrained`` ask about packed weights. See [Note: two ways to load]."""
 
     quantization_config: ZeroPPQuantConfig
-    requires_calibration = False
 
     def __init__(self, quantization_config: ZeroPPQuantConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
