@@ -136,11 +136,7 @@ def numbers_of(version: str, count: int) -> tuple[int, ...]:
 @functools.cache
 def _names_in_code(owner: Any) -> frozenset[str]:
     """Return the attributes, globals, strings and keyword arguments in the code of a function, class or module."""
-    names: set[str] = set()
-    for code in _codes_of(owner):
-        names.update(code.co_names)
-        names.update(_strings_in(code.co_consts))
-    return frozenset(names)
+    return frozenset(name for code in _codes_of(owner) for name in _names_in(code))
 
 
 def _codes_of(owner: Any) -> Iterator[CodeType]:
@@ -163,8 +159,8 @@ def _codes_of(owner: Any) -> Iterator[CodeType]:
         # A property holds its function as ``fget``, a class or static method as ``__func__``. Functions that were replaced,
         # by this package or by a decorator, keep the original as ``__wrapped__``.
         function = inspect.unwrap(getattr(owner, "fget", None) or getattr(owner, "__func__", None) or owner)
-        code = getattr(function, "__code__", None)
-        yield from () if code is None else _with_inner(code)
+        if (code := getattr(function, "__code__", None)) is not None:
+            yield code
         return
     for member in members:
         # A class that is an attribute of another class is not that class's own code, and may lead back to it.
@@ -172,17 +168,13 @@ def _codes_of(owner: Any) -> Iterator[CodeType]:
             yield from _codes_of(member)
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    """Iterate over a function's code, and that of the functions it defines."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
-
-
-def _strings_in(constants: tuple[Any, ...]) -> Iterator[str]:
-    for constant in constants:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, tuple):  # the names of keyword arguments, and tuples of strings
-            yield from _strings_in(constant)
+def _names_in(constant: Any) -> Iterator[str]:
+    """Iterate over the names and strings in code and in the functions that it defines, in a string, or in a tuple of these."""
+    if isinstance(constant, str):
+        yield constant
+    elif isinstance(constant, CodeType):
+        yield from constant.co_names
+        yield from _names_in(constant.co_consts)
+    elif isinstance(constant, tuple):  # the constants of code, among them the names of keyword arguments
+        for each in constant:
+            yield from _names_in(each)
