@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -131,12 +131,14 @@ class UpdateSender:
 
     def _list(self, log: Log) -> None:
         """Replace the list, and remove files that it has no longer."""
-        kept = tuple(_kept(log.files))
+        # From the whole copy before the newest one on.
+        wholes = [i for i, file in enumerate(log.files) if file.base == 0]
+        log = Log(log.run, log.files[wholes[-2] if len(wholes) > 1 else 0 :])
         with written_at_once(self.folder / LIST) as place:
-            place.write_text(Log(log.run, kept).to_json())
-        self.log = Log(log.run, kept)
+            place.write_text(log.to_json())
+        self.log = log
         # Also those of earlier logs, and of versions that were never listed.
-        names = {file.name for file in kept}
+        names = {file.name for file in log.files}
         for path in self.folder.iterdir():
             if _FILE.fullmatch(path.name) and path.name not in names:
                 path.unlink(missing_ok=True)
@@ -148,12 +150,6 @@ def _warn_of_bytes(name: str, dtype: torch.dtype) -> None:
     logger.warning(
         "Every version is a whole copy, because %s is %s: changes are those of words of 16 bits.", name, dtype
     )
-
-
-def _kept(files: tuple[LogFile, ...]) -> Iterator[LogFile]:
-    """Iterate over the files from the whole copy before the newest one on."""
-    wholes = [i for i, file in enumerate(files) if file.base == 0]
-    yield from files[wholes[-2] if len(wholes) > 1 else 0 :]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
