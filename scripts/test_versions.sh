@@ -14,7 +14,7 @@ VENVS="${VENVS:-runs/venvs}"
 # What meets other libraries: seams, FSDP2's hooks, loading, Accelerate, the Trainer, PEFT, generation; and the compiled kernels.
 SUBSET=(
     tests/style/test_seams.py tests/test_compat.py tests/test_config.py tests/ops/test_operators.py tests/ops/test_direct_calls.py tests/frozen
-    tests/fsdp/test_apply.py tests/fsdp/test_accumulation.py tests/fsdp/test_accumulate_on_rank.py tests/fsdp/test_pending_model.py
+    tests/fsdp/test_apply.py tests/fsdp/test_accumulation.py tests/fsdp/test_pending_model.py
     tests/fsdp/test_happens_before.py
     tests/integrations/test_accelerate.py tests/integrations/test_quantizer.py tests/integrations/test_trainer.py
     tests/integrations/test_trainer_checkpoints.py tests/test_generation.py tests/rollouts/test_publishing.py

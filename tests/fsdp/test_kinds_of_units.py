@@ -1,4 +1,4 @@
-"""Units and models of every kind that FSDP2 shards, under ZeRO++: gradients within the bound of the exact mean.
+"""Units of every kind that FSDP2 shards, and its ways to compute gradients, under ZeRO++: within the bound of the exact mean.
 
 Two nodes of two ranks and the default settings (INT8 weights, INT8 and INT4 gradients) unless a scenario says so.
 Every scenario runs twice: blocking and overlapping communication take different ways through the comm objects.
@@ -11,8 +11,7 @@ import functools
 import pytest
 import torch
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from toy import (
     POLICIES,
@@ -26,7 +25,7 @@ from toy import (
     shard,
     tokens_of,
 )
-from two_nodes import REDUCTION, accumulate, apply, reduction_in
+from two_nodes import REDUCTION, accumulate, apply, in_both_ways, reduction_in
 
 from hf_zeropp import generation_mode
 from hf_zeropp.traffic import FSDP2_REDUCE
@@ -105,7 +104,7 @@ def half_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x.bfloat16(), linear.weight, linear.bias).float()
 
 
-def units_that_stay_fsdp2s_are_named_once(rank: int, overlap: bool) -> None:
+def scenario_units_that_stay_fsdp2s_are_named_once(rank: int, overlap: bool) -> None:
     """One warning of one rank names all of them, for each model."""
     for _ in range(2):
         with logged_messages() as messages:
@@ -121,7 +120,7 @@ def units_that_stay_fsdp2s_are_named_once(rank: int, overlap: bool) -> None:
         assert all("mix dtypes" in message and "blocks.1, blocks.3" in message for message in messages)
 
 
-def an_asynchronous_unshard_gathers_at_once_and_says_so(rank: int, overlap: bool) -> None:
+def scenario_an_asynchronous_unshard_gathers_at_once_and_says_so(rank: int, overlap: bool) -> None:
     model = shard(make_lm())
     apply(model, overlap)
     expected = gathered_weights(model)
@@ -141,9 +140,7 @@ def scenario_double_precision_is_fsdp2s_own(rank: int, overlap: bool) -> None:
     """fp64 has no wire form: FSDP2's own collectives, also while accumulating."""
     model, reference = shard(make_lm().double()), make_lm()
     handle = apply(model, overlap)
-    for step in range(2):
-        handle.set_last_micro_step(step == 1)
-        backward(model, rank, step)
+    accumulate(model, handle, rank, (0, 1))
     check_gradients(model, reference, rank, Reduction(None, None, 2, torch.float64), steps=(0, 1))
     counted, predicted = handle.traffic.counts[FSDP2_REDUCE], handle.predict(2)[FSDP2_REDUCE]
     assert (counted.calls, counted.cross_node) == (predicted.calls, predicted.cross_node)
@@ -168,9 +165,7 @@ def scenario_models_in_half_precision(rank: int, overlap: bool) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         model = shard(make_lm().to(dtype))
         handle = apply(model, overlap)
-        for step in range(2):
-            handle.set_last_micro_step(step == 1)
-            backward(model, rank, step)
+        accumulate(model, handle, rank, (0, 1))
         assert model.head.weight.grad.dtype == dtype
         check_gradients(model, make_lm(), rank, Reduction(8, 4, 2, dtype), steps=(0, 1))
 
@@ -183,18 +178,64 @@ def scenario_units_of_every_kind(rank: int, overlap: bool) -> None:
     for part in (model.embed, model.blocks[0].up, model.norm, model.head):
         fully_shard(part)
     handle = apply(shard(model), overlap)
-    for step in range(2):
-        handle.set_last_micro_step(step == 1)
-        backward(model, rank, step)
+    accumulate(model, handle, rank, (0, 1))
     check_gradients(model, make_lm(), rank, REDUCTION, steps=(0, 1))
 
 
-EVERY = scenarios_of(__name__)
-ONCE = [units_that_stay_fsdp2s_are_named_once, an_asynchronous_unshard_gathers_at_once_and_says_so]
-WAYS = {"overlap": Scenarios(4, [*EVERY, *ONCE], True), "blocking": Scenarios(4, EVERY, False)}
+# Ways to compute gradients.
 
 
-@pytest.mark.thorough("*blocking", "*models_in_half_precision*")
-@Scenarios.parametrize_ways(WAYS)
-def test_units(scenario, way):
-    WAYS[way].check(scenario)
+def scenario_frozen_parameters_mixed_in(rank: int, overlap: bool) -> None:
+    """A matrix of one block, the norm of the other and the embedding do not train; the rest reduces as ever."""
+    model, reference = make_lm(), make_lm()
+    for part in (model, reference):
+        norm = part.blocks[1].norm
+        for param in (part.blocks[0].up.weight, norm.weight, norm.bias, part.embed.weight):
+            param.requires_grad_(False)
+    shard(model)
+    apply(model, overlap)
+    backward(model, rank)
+    shares = check_gradients(model, reference, rank, REDUCTION)
+    assert "blocks.0.up.weight" not in shares and "blocks.0.down.weight" in shares
+
+
+def scenario_gradient_hooks_see_the_reduced_gradient(rank: int, overlap: bool) -> None:
+    """Optimizers inside the backward pass read .grad in a hook: it must hold the reduced gradient there already."""
+    model = shard(make_lm())
+    apply(model, overlap)
+    seen = {}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.to_local().clone()}))
+    backward(model, rank)
+    check_gradients(model, make_lm(), rank, REDUCTION)
+    changed = [name for name, param in model.named_parameters() if not torch.equal(seen[name], param.grad.to_local())]
+    assert not changed, "the hooks saw something else"
+
+
+def scenario_all_reduce_hooks_get_the_reduced_gradient(rank: int, overlap: bool) -> None:
+    model = shard(make_lm())
+    for module in (model, *model.blocks):
+        module.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
+    apply(model, overlap)
+    backward(model, rank)
+    check_gradients(model, make_lm(), rank, REDUCTION, factor=2.0)
+
+
+def scenario_reductions_outside_of_backward_are_refused(rank: int, overlap: bool) -> None:
+    """Torch 2.15 lets a caller reduce after the backward pass. Without that setting the model trains on."""
+    if not hasattr(FSDPModule, "finalize_backward"):
+        return
+    model = shard(make_lm())
+    apply(model, overlap)
+    model.set_manual_backward_finalization(True)
+    loss_of(model, tokens_of(rank)).backward()
+    with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(False\)"):
+        model.finalize_backward()
+    model.reset_iter_state()
+    model.set_manual_backward_finalization(False)
+    model.zero_grad()
+    backward(model, rank)
+    check_gradients(model, make_lm(), rank, REDUCTION)
+
+
+test_units_and_gradients = pytest.mark.thorough("*blocking", "*models_in_half_precision*")(in_both_ways(__name__))
