@@ -96,12 +96,9 @@ def blocks_by_hand(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float
     return train_through(step, sgd(blocks))
 
 
-def scenario_actor_left_by_interrupt(rank: int) -> None:
-    same_as_stock(rank, actor_and_critic)
-
-
-def scenario_blocks_left_by_interrupt(rank: int) -> None:
-    same_as_stock(rank, blocks_by_hand)
+def scenario_forward_passes_left_by_interrupt(rank: int) -> None:
+    for program in (actor_and_critic, blocks_by_hand):
+        same_as_stock(rank, program)
 
 
 class ManualOptimization(nn.Module):

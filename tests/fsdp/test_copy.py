@@ -17,28 +17,12 @@ from hf_zeropp.fsdp.weights.freshness import Change, Freshness
 from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
 
 
-class FakeUnit:
-    name = "blocks.0"
-    is_unsharded = False
-
-
-class FakeFreshness:
-    def taken(self, *, is_kept: bool) -> None:
-        pass
-
-    def mark(self, change: Change) -> None:
-        pass
-
-    def change(self) -> Change:
-        return Change.NONE
-
-
 class FakeCarrier:
     """Notes what a copy lets it do."""
 
     layouts: Any = "layouts"
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.calls: list[str] = []
         self.error = error
         self.secondary = SimpleNamespace(own=torch.zeros(1))
@@ -57,13 +41,10 @@ class FakeCarrier:
 
 
 def new_copy() -> Copy:
-    return Copy(cast(Any, FakeUnit()), cast(Freshness, FakeFreshness()))
-
-
-def crossing(error: Exception) -> Copy:
-    copy = new_copy()
-    copy.start(cast(Any, FakeCarrier(error)))
-    return copy
+    unit = SimpleNamespace(name="blocks.0", is_unsharded=False)
+    freshness = mock.Mock(spec=Freshness)
+    freshness.change.return_value = Change.NONE
+    return Copy(cast(Any, unit), freshness)
 
 
 def fail(copy: Copy) -> None:
@@ -147,11 +128,12 @@ def test_what_was_encoded_is_dropped_where_ranks_agree_anew():
 def test_an_error_that_is_no_hop_s_leaves_the_copy_as_it_is():
     """Memory that ran out, or Ctrl+C: the hop is still under way, and is landed later."""
     for error in (torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
-        copy = crossing(error)  # type: ignore[arg-type]
+        copy, carrier = new_copy(), FakeCarrier(error)
+        copy.start(cast(Any, carrier))
         with pytest.raises(type(error)):
             copy.land()
         assert copy.state is State.CROSSING
-        cast(Any, copy.carrier).error = None
+        carrier.error = None
         copy.land()
         assert copy.state is State.FRESH
 
@@ -159,7 +141,8 @@ def test_an_error_that_is_no_hop_s_leaves_the_copy_as_it_is():
 def test_a_hop_that_has_started_is_landed_also_if_the_start_is_interrupted_behind_it():
     """The other ranks of the cross group add what it brings. Ctrl+C comes where the shard is hashed, the longest part."""
     copy = new_copy()
-    with mock.patch.object(FakeFreshness, "taken", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    copy.freshness.taken.side_effect = KeyboardInterrupt  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
         copy.start(cast(Any, FakeCarrier()))
     copy.agree(Change.EDITED)
     assert copy.state is State.OVERTAKEN
