@@ -174,27 +174,27 @@ WAYS = {
 
 
 class SeenTensors:
-    """Weak references to the tensors that reductions got and made, and a list of those that lived longer than they should.
+    """Tensors that reductions got and made, and those of them that lived longer than they should.
 
     Attributes:
-        num_seen: how much of each kind was looked at.
+        num_seen: how many of each kind were looked at.
         kept: the kinds of those that were still there.
     """
 
     def __init__(self) -> None:
         self.num_seen = {"flat gradient": 0, "partial sums": 0}
         self.kept: list[str] = []
-        self._made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        self._made: dict[str, list[weakref.ref[torch.Tensor]]] = {kind: [] for kind in self.num_seen}
 
     def note(self, kind: str, tensor: torch.Tensor) -> None:
         """A reduction has got or made it."""
         self.num_seen[kind] += 1
-        self._made.append((kind, weakref.ref(tensor)))
+        self._made[kind].append(weakref.ref(tensor))
 
-    def look(self, *kinds: str) -> None:
-        """All of these kinds must be gone by now."""
-        self.kept += [kind for kind, one in self._made if kind in kinds and one() is not None]
-        self._made = [(kind, one) for kind, one in self._made if kind not in kinds]
+    def look(self, kind: str) -> None:
+        """All of this kind must be gone by now."""
+        self.kept += [kind for one in self._made[kind] if one() is not None]
+        self._made[kind].clear()
 
 
 @contextlib.contextmanager

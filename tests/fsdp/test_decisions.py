@@ -187,8 +187,7 @@ class Noting:
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, **how: bool) -> None:
         self.told.append(self.number)
 
-    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.told.append(self.number)
+    after_optimizer_step = before_optimizer_step
 
 
 def test_models_are_told_of_a_step_in_the_order_of_their_preparation():
