@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from toy import EXACT, full, full_gradients, full_weights
 from two_nodes import in_both_ways
 
-from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp import apply_zeropp
 
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
 NUM_EXPERTS, WIDTH = 6, 12
@@ -51,13 +51,6 @@ def make() -> Model:
     return Model()
 
 
-def sharded(overlap: bool, policy: MixedPrecisionPolicy | None = None, **settings) -> tuple[Model, ZeroPPHandle]:
-    model = make()
-    for module in (*model.layers, model):
-        fully_shard(module, mp_policy=policy or MixedPrecisionPolicy())
-    return model, apply_zeropp(model, {"ranks_per_node": 2, "overlap": overlap} | UNQUANTIZED | settings)
-
-
 def used_by(rank: int, step: int) -> list[int]:
     """Return the experts that a rank uses: one of its own, one that changes, and never the last."""
     return sorted({rank, (rank + step) % (NUM_EXPERTS - 1)})
@@ -68,18 +61,31 @@ def loss_of(model: nn.Module, rank: int, step: int, used: list[int]) -> torch.Te
     return model(x, used).square().mean()
 
 
-class Oracle:
-    """The unsharded model on this rank, with the gradients of all ranks."""
+class Pair:
+    """A model under ZeRO++, and the unsharded model with the gradients of all ranks.
 
-    def __init__(self, rank: int) -> None:
-        self.model, self.rank = make(), rank
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+    Attributes:
+        model, handle: the model under ZeRO++, and its handle.
+        oracle: the unsharded model on this rank.
+        both: the two models.
+    """
 
-    def backward(self, step: int, used: list[int]) -> None:
-        before = {name: param.grad for name, param in self.model.named_parameters()}
-        self.model.zero_grad()
-        loss_of(self.model, self.rank, step, used).backward()
-        params = dict(self.model.named_parameters())
+    def __init__(self, rank: int, overlap: bool, policy: MixedPrecisionPolicy | None = None, **settings) -> None:
+        self.model, self.oracle, self._rank = make(), make(), rank
+        for module in (*self.model.layers, self.model):
+            fully_shard(module, mp_policy=policy or MixedPrecisionPolicy())
+        self.handle = apply_zeropp(self.model, {"ranks_per_node": 2, "overlap": overlap} | UNQUANTIZED | settings)
+        self.both = (self.model, self.oracle)
+
+    def backward(self, step: int, used: list[int] | None = None, is_last: bool = True) -> None:
+        """Run a micro-step, with the experts of ``used_by`` or with others."""
+        used = used_by(self._rank, step) if used is None else used
+        self.handle.set_last_micro_step(is_last)
+        loss_of(self.model, self._rank, step, used).backward()
+        before = {name: param.grad for name, param in self.oracle.named_parameters()}
+        self.oracle.zero_grad()
+        loss_of(self.oracle, self._rank, step, used).backward()
+        params = dict(self.oracle.named_parameters())
         own = [torch.zeros_like(param) if param.grad is None else param.grad for param in params.values()]
         flat = torch.cat([gradient.flatten() for gradient in own])
         dist.all_reduce(flat, dist.ReduceOp.AVG)
@@ -88,99 +94,87 @@ class Oracle:
             mean, earlier = mean.view_as(param), before[name]
             param.grad = mean if earlier is None else earlier + mean
 
+    def check_gradients(self, rounding: float = 0.0) -> None:
+        """Compare gradients. Where they were rounded they may be off by this part of the largest."""
+        ours = full_gradients(self.model)
+        for name, param in self.oracle.named_parameters():
+            rtol, atol = (0.0, rounding * param.grad.abs().max().item() + 1e-7) if rounding else (1e-4, 1e-6)
+            torch.testing.assert_close(ours[name], param.grad, rtol=rtol, atol=atol, msg=name)
 
-def check_gradients(model: nn.Module, oracle: Oracle) -> None:
-    ours = full_gradients(model)
-    for name, param in oracle.model.named_parameters():
-        torch.testing.assert_close(ours[name], param.grad, rtol=1e-4, atol=1e-6, msg=name)
+    def zero_grad(self) -> None:
+        for model in self.both:
+            model.zero_grad()
 
 
 def scenario_clipped_steps(rank: int, overlap: bool) -> None:
     """AdamW steps behind a clipping of norms, as the unsharded model takes them."""
-    (model, _), oracle = sharded(overlap), Oracle(rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    pair = Pair(rank, overlap)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in pair.both]
     for step in range(4):
-        loss_of(model, rank, step, used_by(rank, step)).backward()
-        oracle.backward(step, used_by(rank, step))
-        check_gradients(model, oracle)
-        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, oracle.model)]
+        pair.backward(step)
+        pair.check_gradients()
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in pair.both]
         torch.testing.assert_close(full(norms[0]), norms[1], rtol=1e-4, atol=1e-6)
-        for one in (optimizer, oracle.optimizer):
-            one.step()
-            one.zero_grad()
-    for name, weight in full_weights(model).items():
-        torch.testing.assert_close(weight, oracle.model.get_parameter(name).detach(), rtol=1e-3, atol=1e-5, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, weight in full_weights(pair.model).items():
+        torch.testing.assert_close(weight, pair.oracle.get_parameter(name).detach(), rtol=1e-3, atol=1e-5, msg=name)
 
 
 def scenario_accumulated(rank: int, overlap: bool) -> None:
     """A gradient of rank 0 in one micro-step, of rank 1 in the next one, and of both in two."""
     for uses in (((0,), (1,)), ((0, 1), (1,), (1, 2)), ((3,), (), (3,))):
         for zeroes in (True, False):
-            (model, handle), oracle = sharded(overlap), Oracle(rank)
+            pair = Pair(rank, overlap)
             for repetition in range(2):
                 for step, ranks in enumerate(uses):
-                    handle.set_last_micro_step(step == len(uses) - 1)
                     used = [4] if rank in ranks else [rank % 3]
-                    loss_of(model, rank, 10 * repetition + step, used).backward()
-                    oracle.backward(10 * repetition + step, used)
-                check_gradients(model, oracle)
+                    pair.backward(10 * repetition + step, used, step == len(uses) - 1)
+                pair.check_gradients()
                 if zeroes:
-                    model.zero_grad()
-                    oracle.model.zero_grad()
+                    pair.zero_grad()
 
 
 def scenario_a_look_between_micro_steps(rank: int, overlap: bool) -> None:
     """The last micro-step never comes, or comes behind a look, also in inference mode."""
     for last, inference in ((True, False), (False, False), (True, True)):
-        (model, handle), oracle = sharded(overlap), Oracle(rank)
+        pair = Pair(rank, overlap)
         for step in range(3):
-            handle.set_last_micro_step(last and step == 2)
-            loss_of(model, rank, step, used_by(rank, step)).backward()
-            oracle.backward(step, used_by(rank, step))
+            pair.backward(step, is_last=last and step == 2)
             if step == 1:
                 with torch.inference_mode(inference):
-                    check_gradients(model, oracle)
-        check_gradients(model, oracle)
+                    pair.check_gradients()
+        pair.check_gradients()
 
 
 def scenario_gradients_cleared_between_micro_steps(rank: int, overlap: bool) -> None:
     """Gradients that are cleared between micro-steps take along what other ranks contributed to them before."""
-    (model, handle), oracle = sharded(overlap), Oracle(rank)
+    pair = Pair(rank, overlap)
     for step in range(3):
-        handle.set_last_micro_step(step == 2)
         if step == 1:
-            model.zero_grad()
-        loss_of(model, rank, step, used_by(rank, step)).backward()
-        if step > 0:
-            oracle.backward(step, used_by(rank, step))
-    check_gradients(model, oracle)
+            pair.zero_grad()
+        pair.backward(step, is_last=step == 2)
+    pair.check_gradients()
 
 
 def scenario_gradients_that_wait_at_full_size(rank: int, overlap: bool) -> None:
     """In fp32 behind micro-steps in bf16. The last one uses experts that none before has used, and leaves out some."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for settings in ({"qgz_accumulate": "rank"}, {}):
-        (model, handle), oracle = sharded(overlap, policy, **settings), Oracle(rank)
+        pair = Pair(rank, overlap, policy, **settings)
         for step, used in enumerate(([0], [rank % 2, 2], [3, rank % 2])):
-            handle.set_last_micro_step(step == 2)
             if not settings:
-                model.set_requires_gradient_sync(step == 2)
-            loss_of(model, rank, step, used).backward()
-            oracle.backward(step, used)
-        ours = full_gradients(model)
-        for name, param in oracle.model.named_parameters():
-            bound = 0.1 * param.grad.abs().max().item() + 1e-7  # of three sums in bf16
-            torch.testing.assert_close(ours[name], param.grad, rtol=0, atol=bound, msg=name)
+                pair.model.set_requires_gradient_sync(step == 2)
+            pair.backward(step, used, step == 2)
+        pair.check_gradients(rounding=0.1)  # of three sums in bf16
 
 
 def scenario_quantized(rank: int, overlap: bool) -> None:
     """With the default settings gradients exist on all ranks, and are near the mean."""
-    (model, _), oracle = sharded(overlap, qgz_bits=8, qgz_intra_bits=8), Oracle(rank)
-    loss_of(model, rank, 0, used_by(rank, 0)).backward()
-    oracle.backward(0, used_by(rank, 0))
-    ours = full_gradients(model)
-    for name, param in oracle.model.named_parameters():
-        torch.testing.assert_close(ours[name], param.grad, rtol=0, atol=0.02 * param.grad.abs().max().item() + 1e-7)
+    pair = Pair(rank, overlap, qgz_bits=8, qgz_intra_bits=8)
+    pair.backward(0)
+    pair.check_gradients(rounding=0.02)
 
 
 test_gradients_of_experts = pytest.mark.thorough("*blocking", "*a_look_between_micro_steps*", "gradients_cleared*")(
