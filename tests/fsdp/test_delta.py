@@ -122,7 +122,8 @@ def scenario_closures_within_a_step(rank: int) -> None:
     assert weight_error(model) <= GOAL
 
 
-def scenario_checkpoints_resync_what_deltas_made(rank: int) -> None:
+def scenario_frozen_weights_that_thaw_cross_whole_and_then_in_deltas(rank: int) -> None:
+    """And a checkpoint is a resync of what deltas made alone."""
     model = make_lm(**SIZES)
     model.blocks[0].requires_grad_(False)
     model = shard(model)
@@ -131,14 +132,6 @@ def scenario_checkpoints_resync_what_deltas_made(rank: int) -> None:
     handle.save_state()
     are_fresh = [gather.copy.freshness.change() == Change.NONE for gather in handle.gathers]
     assert are_fresh == [not gather.unit.trainable for gather in handle.gathers]
-
-
-def scenario_frozen_weights_that_thaw_cross_whole_and_then_in_deltas(rank: int) -> None:
-    model = make_lm(**SIZES)
-    model.blocks[0].requires_grad_(False)
-    model = shard(model)
-    handle = apply_zeropp(model, DELTA)
-    train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), rank, range(2))
     model.blocks[0].requires_grad_(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, rank, range(2))
@@ -170,10 +163,19 @@ def scenario_manual_edits_resync(rank: int) -> None:
     """A change by anything but an optimizer may be of any size: whole weights cross, and bf16(master) is gathered."""
     model, handle = new_model(DELTA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def edit_before_a_step() -> None:
+        """Seen in the step's pre-hook: afterwards it could not be told from the step."""
+        backward(model, rank)
+        for param in model.parameters():
+            param.detach().mul_(5.0)
+        optimizer.step()
+
     edits = {
         "an operation": lambda: [param.detach().mul_(3.0) for param in model.parameters()],
         "invalidate": lambda: ([param.to_local().data.mul_(0.5) for param in model.parameters()], handle.invalidate()),
         "load_state_dict": lambda: model.load_state_dict({k: 2 * v for k, v in model.state_dict().items()}),
+        "before a step": edit_before_a_step,
     }
     for name, edit in edits.items():
         train(model, optimizer, rank, range(2))
@@ -181,18 +183,6 @@ def scenario_manual_edits_resync(rank: int) -> None:
         model.reshard()
         edit()
         assert is_rounded_master(model), name
-
-
-def scenario_an_edit_before_an_optimizer_step_resyncs(rank: int) -> None:
-    """Seen in the step's pre-hook: afterwards it could not be told from the step."""
-    model, _ = new_model(DELTA)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, optimizer, rank, range(2))
-    backward(model, rank)
-    for param in model.parameters():
-        param.detach().mul_(5.0)
-    optimizer.step()
-    assert is_rounded_master(model)
 
 
 def scenario_skipped_steps_send_nothing(rank: int) -> None:
