@@ -66,8 +66,7 @@ def run(
     losses = list(train(model, handle, rank))
     model.reshard()
     gathered = gathered_weights(model)
-    calls = handle.traffic.counts.get(GATHER_RESYNC, Bytes()).calls
-    assert not calls or settings["qwz_mode"] == "exact"
+    assert calls(handle, GATHER_RESYNC) == 0 or settings["qwz_mode"] == "exact"
     return Run(losses, full_weights(model), gathered)
 
 
@@ -241,14 +240,10 @@ def test_over_many_steps(num_steps):
     run_ranks(over_many_steps, 4, num_steps, limit_s=300)
 
 
-def in_any_world(rank: int) -> bool:
-    return is_exact(steps, rank)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [2, 6, 8])
 def test_any_number_of_nodes(num_ranks):
-    assert all(run_ranks(in_any_world, num_ranks))
+    run_ranks(over_many_steps, num_ranks, 6)
 
 
 def lora(rank: int, bits: int | None, settings: dict) -> tuple[list[float], dict[str, torch.Tensor]]:

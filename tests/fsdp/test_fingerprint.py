@@ -178,16 +178,3 @@ def test_a_sum_of_bits_is_exact(dtype: torch.dtype) -> None:
         for numel in (0, 1, 7, 8, 9, 64, 101):
             tensors = [data[start : start + numel], data[:5]]
             assert sum_of_bits(tensors).item() == sum_of_python(tensors), (start, numel)
-
-
-@pytest.mark.parametrize("change", ["one element", "the last one", "negated", "filled", "scaled"])
-def test_a_sum_of_bits_tells_changes(change: str) -> None:
-    before = torch.ones(1001) if change == "filled" else torch.randn(1001, generator=torch.Generator().manual_seed(0))
-    after = before.clone()
-    if change == "one element":
-        after[500] = torch.nextafter(after[500], torch.tensor(9.0))
-    elif change == "the last one":
-        after[-1] += 1
-    else:
-        after.mul_({"negated": -1.0, "filled": 2.0, "scaled": 1.0001}[change])
-    assert sum_of_bits([before]) != sum_of_bits([after])
