@@ -42,9 +42,6 @@ def closed_channel(rank: int, asks_alone: bool) -> tuple[bool, float]:
     return asks_alone or num_threads() <= before, seconds
 
 
-def test_a_channel_takes_its_threads_along():
-    assert all(went and seconds < 4 for went, seconds in run_ranks(closed_channel, 2, False))
-
-
-def test_closing_does_not_wait_for_a_rank_that_did_not_ask():
-    assert all(went and seconds < 4 for went, seconds in run_ranks(closed_channel, 2, True, timeout_s=8.0))
+@pytest.mark.parametrize("asks_alone", [False, True])
+def test_closing_takes_threads_along_and_waits_for_nobody(asks_alone):
+    assert all(went and seconds < 4 for went, seconds in run_ranks(closed_channel, 2, asks_alone, timeout_s=8.0))

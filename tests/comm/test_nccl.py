@@ -92,59 +92,50 @@ def variables_behind(rank: int, way: str) -> tuple[str | None, str | None, bool]
     return os.environ.get(nccl.VARIABLE), os.environ.get(INTERFACES), nccl._came_late
 
 
-@pytest.mark.parametrize("way", ["launch", "plugin", "callback", "plain FSDP2"])
+@pytest.mark.parametrize("way", ["import", "launch", "plugin", "callback", "plain FSDP2"])
 def test_the_variables_are_set_where_the_package_is_asked_for_anything(way):
-    """A script on plain FSDP2 has a process group by then."""
+    """An import alone sets none of them. A script on plain FSDP2 has a process group by then."""
     is_late = way == "plain FSDP2"
-    assert run_ranks(variables_behind, 1, way, env={INTERFACES_OF_NCCL: "=lo"}, init=is_late) == [("1", "lo", is_late)]
-
-
-def test_an_import_sets_none_of_the_variables():
-    assert run_ranks(variables_behind, 1, "import", env={INTERFACES_OF_NCCL: "=lo"}) == [(None, None, False)]
-
-
-def test_the_order_is_asked_for_in_time(monkeypatch):
-    monkeypatch.setattr(nccl, "_came_late", False)
-    environ = {}
-    nccl.order_launches(environ)
-    assert environ == {nccl.VARIABLE: "1"}
-    chosen = {nccl.VARIABLE: "0"}
-    nccl.order_launches(chosen)
-    assert chosen == {nccl.VARIABLE: "0"}
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    nccl.order_launches({nccl.VARIABLE: "1"})
-    assert not nccl._came_late
-    late = {}
-    nccl.order_launches(late)
-    assert late == {nccl.VARIABLE: "1"} and nccl._came_late
-
-
-def test_on_rocm_the_order_is_neither_asked_for_nor_missed(monkeypatch, caplog):
-    """There ranks crash by it: [Note: one thread launches]. A value that somebody has chosen stays."""
-    monkeypatch.setattr(torch.version, "hip", "7.1.52802")
-    monkeypatch.setattr(nccl, "_came_late", False)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
-    environ, chosen = {}, {nccl.VARIABLE: "1"}
-    nccl.order_launches(environ)
-    nccl.order_launches(chosen)
-    assert environ == {} and chosen == {nccl.VARIABLE: "1"} and not nccl._came_late
-    nccl.warn_of_any_order("cuda", environ)
-    assert caplog.records == []
+    expected = (None, None, False) if way == "import" else ("1", "lo", is_late)
+    assert run_ranks(variables_behind, 1, way, env={INTERFACES_OF_NCCL: "=lo"}, init=is_late) == [expected]
 
 
 @pytest.mark.parametrize(
-    ("version", "environ", "came_late", "words"),
+    ("hip", "before", "has_group", "behind", "came_late"),
     [
-        ((2, 25, 1), {nccl.VARIABLE: "1"}, False, "NCCL 2.25.1 may start"),
-        ((2, 26, 2), {}, False, "NCCL_LAUNCH_ORDER_IMPLICIT is not set"),
-        ((2, 26, 2), {nccl.VARIABLE: "0"}, False, "NCCL_LAUNCH_ORDER_IMPLICIT is 0"),
-        ((2, 29, 1), {nccl.VARIABLE: "1"}, True, "was set after the process group was made"),
-        ((2, 29, 1), {nccl.VARIABLE: "1"}, False, None),
+        (None, {}, False, {nccl.VARIABLE: "1"}, False),
+        (None, {}, True, {nccl.VARIABLE: "1"}, True),
+        (None, {nccl.VARIABLE: "0"}, False, {nccl.VARIABLE: "0"}, False),
+        (None, {nccl.VARIABLE: "1"}, True, {nccl.VARIABLE: "1"}, False),
+        # On ROCm ranks crash by it: [Note: one thread launches]. A value that somebody has chosen stays.
+        ("7.1.52802", {}, True, {}, False),
+        ("7.1.52802", {nccl.VARIABLE: "1"}, True, {nccl.VARIABLE: "1"}, False),
     ],
 )
-def test_an_order_that_is_missing_or_came_too_late_is_told(caplog, monkeypatch, version, environ, came_late, words):
+def test_the_order_is_asked_for_in_time(monkeypatch, hip, before, has_group, behind, came_late):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(nccl, "_came_late", False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: has_group)
+    environ = dict(before)
+    nccl.order_launches(environ)
+    assert environ == behind and nccl._came_late == came_late
+
+
+@pytest.mark.parametrize(
+    ("version", "environ", "came_late", "hip", "words"),
+    [
+        ((2, 25, 1), {nccl.VARIABLE: "1"}, False, None, "NCCL 2.25.1 may start"),
+        ((2, 25, 1), {}, False, "7.1.52802", None),
+        ((2, 26, 2), {}, False, None, "NCCL_LAUNCH_ORDER_IMPLICIT is not set"),
+        ((2, 26, 2), {nccl.VARIABLE: "0"}, False, None, "NCCL_LAUNCH_ORDER_IMPLICIT is 0"),
+        ((2, 29, 1), {nccl.VARIABLE: "1"}, True, None, "was set after the process group was made"),
+        ((2, 29, 1), {nccl.VARIABLE: "1"}, False, None, None),
+    ],
+)
+def test_an_order_that_is_missing_or_came_too_late_is_told(
+    caplog, monkeypatch, version, environ, came_late, hip, words
+):
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(nccl, "_came_late", came_late)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -204,11 +195,10 @@ def documented_pairs() -> set[frozenset[str]]:
     return {frozenset(line[1].replace("another", "a").split(" beside ")) for line in lines if line}
 
 
-def test_pairs_that_may_run_together_are_those_that_the_module_names():
-    [found] = run_ranks(all_unordered_pairs, 1, {}, init=False)
-    assert len(found) == 4 and found == documented_pairs()
-
-
-def test_hops_on_one_stream_run_beside_those_of_the_other_direction_alone():
-    [found] = run_ranks(all_unordered_pairs, 1, {"overlap": False}, init=False)
-    assert found == {pair for pair in documented_pairs() if len({hop.split()[-1] for hop in pair}) == 2}
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pairs_that_may_run_together_are_those_that_the_module_names(overlap):
+    """Hops on one stream run beside those of the other direction alone."""
+    [found] = run_ranks(all_unordered_pairs, 1, {"overlap": overlap}, init=False)
+    named = documented_pairs()
+    assert len(named) == 4
+    assert found == {pair for pair in named if overlap or len({hop.split()[-1] for hop in pair}) == 2}

@@ -37,7 +37,7 @@ from hf_zeropp.comm.two_hops import (
     gather_both_hops,
 )
 from hf_zeropp.config import GRADIENT_BITS, NODE_GRADIENT_BITS
-from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
+from hf_zeropp.traffic import REDUCE_NODE
 
 
 def gather(case: Case, rank: int, *, is_native: bool = False) -> torch.Tensor:
@@ -108,7 +108,6 @@ def test_gather_equals_all_gather_up_to_half_a_step(world_size):
     """Every rank also holds the same bits, its own shard included."""
     per_rank = run_ranks(run_gathers, world_size)
     assert all(digests == per_rank[0] for digests in per_rank), "ranks hold different gathered bits"
-    assert len(per_rank[0]) == len(node_sizes(world_size)) * len(SLICES) * len(DTYPES) * len(BITS)
 
 
 def reduce_layouts(case: Case) -> ReduceLayouts:
@@ -161,19 +160,15 @@ def check_reduce(case: Case, rank: int, digests: dict) -> None:
         assert (error <= bound).all(), f"scale {scale}: error {error.max()} over the bound by {(error - bound).max()}"
 
 
-EVERY_PAIR = list(itertools.product((*NODE_GRADIENT_BITS, None), (*GRADIENT_BITS, None)))
-REDUCED_SLICES = [name for name in SLICES if name != "norm only"]
-
-
-def bit_pairs() -> list[tuple[int | None, int | None]]:
-    """Return bits within and across nodes: all pairs, or in large worlds some."""
-    return EVERY_PAIR if dist.get_world_size() <= 4 else [(8, 4), (4, None), (None, 8), (None, None)]
-
-
 def run_reduces(rank: int) -> dict[Case, str]:
+    """Reduce with all pairs of bits within and across nodes, or in large worlds with some."""
     digests: dict[Case, str] = {}
-    sizes = node_sizes(dist.get_world_size())
-    cases = [Case(*one, *pair) for *one, pair in itertools.product(sizes, REDUCED_SLICES, DTYPES, bit_pairs())]
+    world_size = dist.get_world_size()
+    bits = list(itertools.product((*NODE_GRADIENT_BITS, None), (*GRADIENT_BITS, None)))
+    if world_size > 4:
+        bits = [(8, 4), (4, None), (None, 8), (None, None)]
+    slices = [name for name in SLICES if name != "norm only"]
+    cases = [Case(*one, *pair) for *one, pair in itertools.product(node_sizes(world_size), slices, DTYPES, bits)]
     each_case(cases, lambda case: check_reduce(case, rank, digests))
     return digests
 
@@ -182,12 +177,8 @@ def run_reduces(rank: int) -> dict[Case, str]:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_reduce_equals_the_sum_up_to_half_a_step_per_hop(world_size):
     """A second start of the whole world also gives the same bits."""
-    runs = [run_ranks(run_reduces, world_size)]
-    if world_size == 3:
-        runs.append(run_ranks(run_reduces, world_size))
-        assert runs[0] == runs[1]
-    pairs = len(EVERY_PAIR) if world_size <= 4 else 4
-    assert len(runs[0][0]) == len(node_sizes(world_size)) * len(REDUCED_SLICES) * len(DTYPES) * pairs
+    digests = run_ranks(run_reduces, world_size)
+    assert world_size != 3 or digests == run_ranks(run_reduces, world_size)
 
 
 def check_native_sums(case: Case, rank: int) -> None:
@@ -264,24 +255,6 @@ def test_nan_and_inf_reach_the_owner_of_the_block_and_zeros_stay_zeros():
                 assert spoiled == (list(range(32, 64)) if bits[0] else [40]), (bits, poison)
             else:
                 assert spoiled == [], (rank, bits, poison)
-
-
-def run_counted_bytes(rank: int) -> tuple[dict, int, int]:
-    """Return the counts of a gather and a reduction at 3 x 2 ranks, and the sizes that their layouts give."""
-    case = Case(2, "awkward", torch.bfloat16, 8, 4)
-    gather(case, rank)
-    reduce(world_of(2).reduce, case, rank)
-    return world_of(2).traffic.counts, case.layout(8).nbytes, case.layout(4).nbytes
-
-
-def test_hops_count_what_a_rank_receives():
-    """On three nodes of two ranks, a rank receives from two ranks in its cross hops, and from one in its node hops."""
-    for counts, wide, narrow in run_ranks(run_counted_bytes, 6):
-        assert (counts[GATHER_CROSS].calls, counts[GATHER_CROSS].intra_node) == (1, 0)
-        assert counts[GATHER_CROSS].cross_node == 2 * wide
-        assert (counts[GATHER_NODE].intra_node, counts[GATHER_NODE].cross_node) == (3 * wide, 0)
-        assert (counts[REDUCE_NODE].intra_node, counts[REDUCE_NODE].cross_node) == (3 * wide, 0)
-        assert (counts[REDUCE_CROSS].intra_node, counts[REDUCE_CROSS].cross_node) == (0, 2 * narrow)
 
 
 def run_inference_then_training(rank: int) -> None:
