@@ -10,6 +10,7 @@ tests/fuzz/regressions. That a write which moves no counter is refused without `
 
 from __future__ import annotations
 
+import weakref
 from unittest import mock
 
 import torch
@@ -26,12 +27,14 @@ from staleness import (
     without_resharding,
     without_versions,
 )
-from toy import full_weights, make_lm
+from toy import full_weights, make_lm, shard
 from two_nodes import on_four_ranks
 
 from hf_zeropp import generation_mode
+from hf_zeropp.fsdp.sharded_models import find_units
 from hf_zeropp.fsdp.weights.copy import State
 from hf_zeropp.fsdp.weights.gather import WeightGather
+from hf_zeropp.fsdp.weights.weight_stamp import WeightStamp
 
 # (a) Optimizers.
 
@@ -55,13 +58,6 @@ def scenario_optimizer_that_writes_through_data(rank: int) -> None:
 
 def doubled(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value * 2 for name, value in model.state_dict().items()}
-
-
-def scenario_load_state_dict(rank: int) -> None:
-    def load(model, handle) -> None:
-        model.load_state_dict(doubled(model))
-
-    check(rank, load, without_invalidation, without_versions)
 
 
 class LoadsThroughData(torch.nn.Linear):
@@ -90,24 +86,7 @@ def scenario_assign_full_state_dict_as_accelerate_does(rank: int) -> None:
     assert sees_the_weights(model, rank)
 
 
-# (c) Edits by hand, of the blocks (resharded) and of the root (left unsharded).
-
-
-def scenario_edit_in_place(rank: int) -> None:
-    def change(model, handle) -> None:
-        model.reshard()
-        with torch.no_grad():
-            model.blocks[1].up.weight.add_(1)
-
-    check(rank, change, without_versions)
-
-
-# (d) The root, which FSDP2 leaves unsharded after a forward without backward.
-
-
-def scenario_optimizer_step_under_an_unsharded_root(rank: int) -> None:
-    """Evaluate, then step: stock FSDP2's next forward has the old root."""
-    check(rank, lambda model, handle: step(model, torch.optim.SGD, rank), without_resharding)
+# (c) The root, which FSDP2 leaves unsharded after a forward without backward.
 
 
 def scenario_generation_after_a_step_under_an_unsharded_root(rank: int) -> None:
@@ -178,6 +157,17 @@ def start_unless_started(start):
 
 
 # Conversions keep the parameter object, and swap what is in it.
+
+
+def scenario_a_stamp_holds_no_shards(rank: int) -> None:
+    """After a conversion, as ``model.cpu()`` on a GPU, the memory of the old shards is free."""
+    model = shard(make_lm())
+    params = find_units(model)[1].params
+    stamp = WeightStamp.of(params)
+    old = [weakref.ref(param._local_tensor) for param in params]
+    model.to(torch.float64)
+    assert [ref() for ref in old] == [None] * len(params)
+    assert not stamp.matches(params)
 
 
 test_next_forward_sees_the_weights = on_four_ranks(__name__)
