@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness import Scenarios, run_ranks, scenarios_of
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from toy import POLICIES, full_weights, logged_messages
@@ -74,30 +74,30 @@ class Model(nn.Module):
 
 def sharded(policy: MixedPrecisionPolicy) -> Model:
     """Return the model with experts over two ranks, and with all else over four."""
-    torch.manual_seed(0)
-    model = Model()
     mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = placed(policy, mesh["ep"], mesh["efsdp"])
     for layer in model.layers:
-        experts = layer.experts
-        experts.weights = nn.Parameter(distribute_tensor(experts.weights.detach(), mesh["ep"], [Shard(0)]))
-        fully_shard(experts, mesh=mesh["efsdp"], mp_policy=policy)
-        # The mean over all ranks, as that of dense weights. gloo has no sums with a factor, which FSDP2 asks for otherwise.
-        experts.set_gradient_divide_factor(float(WORLD))
-        experts.set_force_sum_reduction_for_comms(True)
-        fully_shard(layer, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+        # The mean over all ranks, as that of dense weights.
+        layer.experts.set_gradient_divide_factor(float(WORLD))
+    return model
 
 
 def replicated(policy: MixedPrecisionPolicy) -> Model:
     """Return the model in two replicas. Experts are whole on a rank of each, and so stay within a node."""
-    torch.manual_seed(0)
-    model = Model()
     mesh = init_device_mesh("cpu", (2, 1, WORLD // 2), mesh_dim_names=("replicate", "efsdp", "ep"))
     dense = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
+    return placed(policy, mesh["ep"], mesh["replicate", "efsdp"], dense)
+
+
+def placed(policy: MixedPrecisionPolicy, ep: DeviceMesh, over: DeviceMesh, dense: DeviceMesh | None = None) -> Model:
+    """Return the model with experts that are cut over ``ep`` and sharded ``over`` a mesh, and with all else over ``dense``."""
+    torch.manual_seed(0)
+    model = Model()
     for layer in model.layers:
         experts = layer.experts
-        experts.weights = nn.Parameter(distribute_tensor(experts.weights.detach(), mesh["ep"], [Shard(0)]))
-        fully_shard(experts, mesh=mesh["replicate", "efsdp"], mp_policy=policy)
+        experts.weights = nn.Parameter(distribute_tensor(experts.weights.detach(), ep, [Shard(0)]))
+        fully_shard(experts, mesh=over, mp_policy=policy)
+        # gloo has no sums with a factor, which FSDP2 asks for otherwise.
         experts.set_force_sum_reduction_for_comms(True)
         fully_shard(layer, mesh=dense, mp_policy=policy)
     return fully_shard(model, mesh=dense, mp_policy=policy)
@@ -130,13 +130,7 @@ def train(
 
 
 def beside_stock(
-    rank: int,
-    ranks_per_node: int,
-    settings: dict,
-    relative: float,
-    *,
-    policy: str = "fp32",
-    micro_steps: int = 1,
+    rank: int, ranks_per_node: int, settings: dict, relative: float, *, policy: str = "fp32", micro_steps: int = 1
 ) -> list[float]:
     """Train with and without ZeRO++. Compare losses, full weights and bytes, and return the losses."""
     stock, model = sharded(POLICIES[policy]), sharded(POLICIES[policy])
@@ -145,9 +139,8 @@ def beside_stock(
     ours = train(model, handle, rank, micro_steps=micro_steps)
     expected = train(stock, None, rank, micro_steps=micro_steps)
     assert ours == pytest.approx(expected, rel=relative), (ours, expected)
-    whole = full_weights(stock)
-    for name, weight in full_weights(model).items():
-        torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-4 if relative == TOLERANCE else 1e-2)
+    bound = 1e-4 if relative == TOLERANCE else 1e-2
+    torch.testing.assert_close(full_weights(model), full_weights(stock), rtol=0, atol=bound)
     # The optimizer's step is behind all counts, so the steps that follow cross once each.
     handle.traffic.reset()
     train(model, handle, rank, micro_steps=micro_steps)
@@ -165,31 +158,19 @@ def scenario_unquantized(rank: int, ranks_per_node: int) -> None:
     beside_stock(rank, ranks_per_node, UNQUANTIZED, TOLERANCE, micro_steps=2)
 
 
-def check_exact_weights(rank: int, ranks_per_node: int, policy: str, relative: float, *ways: dict) -> None:
-    """Changed words give the bits of whole weights."""
-    whole = beside_stock(rank, ranks_per_node, UNQUANTIZED, relative, policy=policy)
-    for way in ways:
-        assert beside_stock(rank, ranks_per_node, EXACT_WEIGHTS | way, relative, policy=policy) == whole, way
-
-
 def scenario_exact_weights(rank: int, ranks_per_node: int) -> None:
-    check_exact_weights(rank, ranks_per_node, "bf16", 0.02, {})
-
-
-def scenario_exact_weights_in_every_way(rank: int, ranks_per_node: int) -> None:
-    """With every way of overlapping and sharing memory."""
-    check_exact_weights(rank, ranks_per_node, "fp32", TOLERANCE, {})
-    ways = ({"overlap": False}, {"shared_memory": False}, {"qwz_intra_bits": None})
-    check_exact_weights(rank, ranks_per_node, "bf16", 0.02, *ways)
+    """Changed words give the bits of whole weights, with every way of overlapping and sharing memory."""
+    for policy, relative, ways in (
+        ("fp32", TOLERANCE, ({},)),
+        ("bf16", 0.02, ({}, {"overlap": False}, {"shared_memory": False}, {"qwz_intra_bits": None})),
+    ):
+        whole = beside_stock(rank, ranks_per_node, UNQUANTIZED, relative, policy=policy)
+        for way in ways:
+            assert beside_stock(rank, ranks_per_node, EXACT_WEIGHTS | way, relative, policy=policy) == whole, way
 
 
 def scenario_presets(rank: int, ranks_per_node: int) -> None:
-    for settings in (
-        {},
-        {"preset": "exact"},
-        {"preset": "half_model"},
-        {"preset": "min_traffic"},
-    ):
+    for settings in ({}, {"preset": "exact"}, {"preset": "half_model"}, {"preset": "min_traffic"}):
         beside_stock(rank, ranks_per_node, settings, 0.05, policy="bf16", micro_steps=2)
 
 
@@ -222,9 +203,8 @@ def scenario_what_zero3_sends(rank: int, ranks_per_node: int) -> None:
     expected = 8 * (dense * (num_nodes - 1) / num_nodes + of_node / 2)
     assert handle.traffic.zero3_bytes(1) == pytest.approx(expected)
     assert handle.traffic.zero3_bytes(3) == pytest.approx(3 * expected)
-    assert handle.traffic.model_bytes == 2 * (dense + experts) and handle.traffic.trainable_bytes == 4 * (
-        dense + experts
-    )
+    assert handle.traffic.model_bytes == 2 * (dense + experts)
+    assert handle.traffic.trainable_bytes == 4 * (dense + experts)
 
 
 def scenario_a_fault_of_some_experts(rank: int, ranks_per_node: int) -> None:
@@ -260,9 +240,7 @@ def replicas_of_nodes(rank: int) -> list[str]:
         handle = apply_zeropp(model, {"ranks_per_node": 1, "preset": "exact"} | UNQUANTIZED)
     ours, expected = train(model, handle, rank, micro_steps=2), train(stock, None, rank, micro_steps=2)
     assert ours == pytest.approx(expected, rel=0.02)
-    whole = full_weights(stock)
-    for name, weight in full_weights(model).items():
-        torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-2)
+    torch.testing.assert_close(full_weights(model), full_weights(stock), rtol=0, atol=1e-2)
     counted, predicted = handle.traffic.counts[FSDP2_REDUCE], handle.predict(2)[FSDP2_REDUCE]
     # An all-reduce between two ranks receives as many bytes as it sums: half of the experts, in fp32.
     assert predicted.cross_node == 2 * DEPTH * 4 * NUM_EXPERTS // 2 * WIDTH**2
