@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
-from toy import loss_of, make_lm, shard, tokens_of
+from toy import backward, make_lm, shard
+from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm.disagreement import DisagreementError
@@ -35,10 +35,6 @@ def model_with_adapter(seed: int = 0):
     adapted = Adapted(layer, seed)
     model.set_submodule(name, adapted)
     return model, [adapted.down, adapted.up]
-
-
-def backward(model, rank: int, step: int = 0) -> None:
-    loss_of(model, tokens_of(rank, step)).backward()
 
 
 def scenario_an_adapter_that_is_added_later_is_refused(rank: int) -> None:
@@ -102,9 +98,4 @@ def scenario_an_adapter_on_one_rank_raises_on_all(rank: int) -> None:
         backward(model, rank, 1)
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_parameters_without_a_unit(scenario):
-    SCENARIOS.check(scenario)
+test_parameters_without_a_unit = on_four_ranks(__name__)

@@ -67,25 +67,18 @@ def scenario_experts_on_uneven_nodes(rank: int) -> None:
         apply_zeropp(fully_shard(Model(experts)), UNQUANTIZED | {"ranks_per_node": 4})
 
 
-def scenario_stages_of_other_sizes(rank: int) -> None:
-    """One stage is sharded over six ranks, the next over two."""
-    stages = [list(range(6)), [6, 7]]
-    groups = [dist.new_group(ranks) for ranks in stages]
-    own = int(rank >= 6)
-    mesh = DeviceMesh.from_group(groups[own], "cpu", mesh=stages[own])
-    with refused("Ranks must agree on ZeRO++'s sizes: rank 0 has", "rank 6 has"):
-        apply_zeropp(shard(make_lm(depth=1 + own), mesh=mesh), UNQUANTIZED, mesh=mesh)
-
-
-def scenario_stages_of_other_replicas(rank: int) -> None:
-    """One stage has two replicas of two ranks, the next one of four."""
-    stages = [
-        DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard")),
-        DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("shard",)),
-    ]
-    own = int(rank >= 4)
-    with refused("Ranks must agree on ZeRO++'s sizes: rank 0 has", "rank 4 has"):
-        apply_zeropp(shard(make_lm(depth=1 + own), mesh=stages[own]), UNQUANTIZED, mesh=stages[own])
+def scenario_stages_of_other_sizes_or_replicas(rank: int) -> None:
+    """One stage is sharded over six ranks, the next over two; or one has two replicas of two ranks, and the next one of four."""
+    sizes = [[*range(6)], [6, 7]]
+    groups = [dist.new_group(ranks) for ranks in sizes]
+    is_second = int(rank >= 6)
+    of_size = DeviceMesh.from_group(groups[is_second], "cpu", mesh=sizes[is_second])
+    replicas = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    one_replica = DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("shard",))
+    for mesh, first_of_next in ((of_size, 6), (replicas if rank < 4 else one_replica, 4)):
+        model = shard(make_lm(depth=1 + int(rank >= first_of_next)), mesh=mesh)
+        with refused("Ranks must agree on ZeRO++'s sizes: rank 0 has", f"rank {first_of_next} has"):
+            apply_zeropp(model, UNQUANTIZED, mesh=mesh)
 
 
 def scenario_muon_on_what_two_dimensions_cut(rank: int) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
-from accelerate_runs import new_accelerator, prepared, train
-from harness import Scenarios, run_ranks, scenarios_of
 from toy import logged_messages, loss_of, make_lm, shard, tokens_of
-from trainer_runs import build_trainer
+from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp
 
@@ -100,25 +97,4 @@ def scenario_losses_with_units_of_their_own(rank: int) -> None:
         assert warnings_in(loop) == [], loop.__name__
 
 
-def scenario_accelerate_tells(rank: int) -> None:
-    accelerator = new_accelerator(micro_steps=3)
-    model, optimizer = prepared(accelerator)
-    assert warnings_in(lambda: train(accelerator, model, optimizer, rank, range(6))) == []
-
-
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_accumulation(scenario):
-    SCENARIOS.check(scenario)
-
-
-def train_with_the_trainer(rank: int, folder: str) -> list[str]:
-    trainer = build_trainer(folder, gradient_accumulation_steps=2, max_steps=2)
-    return warnings_in(trainer.train)
-
-
-@pytest.mark.thorough
-def test_the_trainer_tells(tmp_path):
-    assert run_ranks(train_with_the_trainer, 4, str(tmp_path)) == [[]] * 4
+test_accumulation = on_four_ranks(__name__)

@@ -18,7 +18,6 @@ from toy import (
     full_gradients,
     full_weights,
     gathered_weights,
-    loss_of,
     make_lm,
     shard,
     tokens_of,
@@ -43,15 +42,6 @@ def scenario_compiled_blocks(rank: int) -> None:
     check_gradients(model, make_lm(), rank, REDUCTION)
 
 
-def scenario_compiled_model_has_the_handle_of_the_model_inside(rank: int) -> None:
-    model = shard(make_lm())
-    compiled = torch.compile(model, backend="aot_eager")
-    handle = apply(compiled, True)
-    loss_of(compiled, tokens_of(rank)).backward()
-    check_gradients(model, make_lm(), rank, REDUCTION)
-    assert apply(model, True) is handle
-
-
 def scenario_compiled_optimizer_steps(rank: int) -> None:
     """A compiled step completes gradients that are pending, and computes what an eager step of stock FSDP2 computes."""
     models = [shard(make_lm()) for _ in range(2)]
@@ -66,9 +56,8 @@ def scenario_compiled_optimizer_steps(rank: int) -> None:
         for step, optimizer in zip(steps, optimizers, strict=True):
             step()
             optimizer.zero_grad()
-    ours, stock = map(full_weights, models)
-    for name, weight in ours.items():
-        torch.testing.assert_close(weight, stock[name], rtol=0, atol=1e-6)  # sums in another order
+    # Sums in another order.
+    torch.testing.assert_close(full_weights(models[0]), full_weights(models[1]), rtol=0, atol=1e-6)
 
 
 # Parameters may be replaced between ``fully_shard`` and the first use of a model: FSDP2 takes them over then. Ranks agree on
@@ -116,24 +105,18 @@ def scenario_replaced_before_the_first_forward(rank: int) -> None:
         assert train(entered, sgd(model), rank, range(3)) == pytest.approx(expected, rel=1e-6), settings
 
 
-def scenario_replaced_before_weights_are_gathered_by_hand(rank: int) -> None:
-    """``unshard()`` initializes its own unit alone, but all units agree then, and their cross hops start."""
-    model, reference = shard(make_lm()), make_lm()
-    apply_zeropp(model, UNQUANTIZED)
-    replace_parameters(model)
+def scenario_replaced_before_weights_are_used_otherwise(rank: int) -> None:
+    """Gathered by hand: ``unshard()`` initializes its own unit alone, but all units agree then. And to generate."""
+    gathered, generating, reference = shard(make_lm()), shard(make_lm()), make_lm()
     replace_parameters(reference)
+    for model in (gathered, generating):
+        apply_zeropp(model, UNQUANTIZED)
+        replace_parameters(model)
     expected = dict(reference.named_parameters())
-    for name, weight in gathered_weights(model).items():
+    for name, weight in gathered_weights(gathered).items():
         assert torch.equal(weight, expected[name]), name
-
-
-def scenario_replaced_before_generation(rank: int) -> None:
-    model, reference = shard(make_lm()), make_lm()
-    apply_zeropp(model, UNQUANTIZED)
-    replace_parameters(model)
-    replace_parameters(reference)
-    with torch.no_grad(), generation_mode(model):
-        assert torch.equal(model(tokens_of(rank)), reference(tokens_of(rank)))
+    with torch.no_grad(), generation_mode(generating):
+        assert torch.equal(generating(tokens_of(rank)), reference(tokens_of(rank)))
 
 
 def scenario_on_meta_still(rank: int) -> None:
@@ -177,39 +160,34 @@ def head_loss_of(model: nn.Module, rank: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def check_with_pass_between(rank: int, run: Callable[[nn.Module], None]) -> None:
-    """Run something between the forward and the backward pass of a step, and look at its gradients."""
-    model, reference = fused_llama(), fused_llama()
-    for module in (*model.model.layers, model.lm_head, model):
-        fully_shard(module, reshard_after_forward=True)
-    apply_zeropp(model, UNQUANTIZED)
-    loss = head_loss_of(model, rank)
-    with torch.no_grad():
-        run(model)
-    loss.backward()
-    torch.stack([head_loss_of(reference, each) for each in range(4)]).mean().backward()
-    for name, gradient in full_gradients(model).items():
-        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
+def generate(model: nn.Module) -> None:
+    with generation_mode(model):
+        model(head_tokens_of(9), calls_head=True)
+
+
+PASSES_BETWEEN: dict[str, Callable[[nn.Module], object]] = {
+    "none": lambda model: None,
+    "an evaluation that calls the head": lambda model: model(head_tokens_of(9), calls_head=True),
+    "an evaluation that does not": lambda model: model(head_tokens_of(9)),
+    "a generation": generate,
+}
 
 
 def scenario_a_fused_head(rank: int) -> None:
-    check_with_pass_between(rank, lambda model: None)
+    """Something runs between the forward and the backward pass of a step, whose gradients are right all the same."""
+    for between, run in PASSES_BETWEEN.items():
+        model, reference = fused_llama(), fused_llama()
+        for module in (*model.model.layers, model.lm_head, model):
+            fully_shard(module, reshard_after_forward=True)
+        apply_zeropp(model, UNQUANTIZED)
+        loss = head_loss_of(model, rank)
+        with torch.no_grad():
+            run(model)
+        loss.backward()
+        torch.stack([head_loss_of(reference, each) for each in range(4)]).mean().backward()
+        for name, gradient in full_gradients(model).items():
+            expected = reference.get_parameter(name).grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6, msg=f"{between}: {name}")
 
 
-def scenario_a_fused_head_and_an_evaluation_that_calls_the_head_between(rank: int) -> None:
-    check_with_pass_between(rank, lambda model: model(head_tokens_of(9), calls_head=True))
-
-
-def scenario_a_fused_head_and_an_evaluation_that_does_not_between(rank: int) -> None:
-    check_with_pass_between(rank, lambda model: model(head_tokens_of(9)))
-
-
-def scenario_a_fused_head_and_a_generation_between(rank: int) -> None:
-    def generate(model: nn.Module) -> None:
-        with generation_mode(model):
-            model(head_tokens_of(9), calls_head=True)
-
-    check_with_pass_between(rank, generate)
-
-
-test_calls = pytest.mark.thorough("compiled_blocks*", "compiled_model*", "compiled_optimizer*")(on_four_ranks(__name__))
+test_calls = pytest.mark.thorough("compiled_*")(on_four_ranks(__name__))
