@@ -19,6 +19,7 @@ from toy import POLICIES, make_lm, shard, tokens_of, train
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
 
 CHECK = {"ZEROPP_CHECK": "1"}
 NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}
@@ -76,6 +77,26 @@ def test_a_rank_that_encodes_old_weights_is_named(mode):
     for error in expect_errors(one_rank_encodes_old_weights, 4, MODES[mode], env=CHECK):
         assert f"of unit {UNIT} differ from the masters" in error, error
         assert f"rank 1 sent other weights than its masters hold, to {holders} (seen" in error, error
+
+
+def damaged_and_mended(rank: int) -> None:
+    """One bit flips in one rank's copy. Behind the error ``invalidate`` on any rank brings whole weights to all."""
+    for mode in ("delta", "exact"):
+        model = shard(make_lm(), POLICIES["bf16"])
+        handle = apply_zeropp(model, MODES[mode])
+        steps(model, rank)
+        if rank == 3:
+            handle.gathers[2].copy.secondary.own[100] ^= 1
+        with pytest.raises(WrongCopies, match=f"of unit {UNIT} differ"):
+            steps(model, rank)
+        if rank == 0:
+            handle.invalidate()
+        model.zero_grad()
+        steps(model, rank)
+
+
+def test_copies_that_differ_are_mended_by_invalidate():
+    run_ranks(damaged_and_mended, 4, env=CHECK)
 
 
 def nodes_use_different_layers(rank: int) -> None:
