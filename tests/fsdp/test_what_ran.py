@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +14,10 @@ import torch.nn as nn
 from harness import expect_errors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy import EXACT, HIDDEN, Block, backward, make_lm, shard, tokens_of, train
+from toy import EXACT, HIDDEN, Block, backward, make_lm, shard, tokens_of
 from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.comm.agreement import Agreement
-from hf_zeropp.comm.disagreement import Statement, describe_difference
 from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 
 SETTINGS = {
@@ -43,24 +40,6 @@ def must_not_step(optimizer: torch.optim.Optimizer, run: Callable[[], object]) -
         optimizer.step()
     finally:
         assert all(map(torch.equal, before, (param.to_local() for param in params)))
-
-
-def skips_another_layer_on_each_rank(rank: int, settings: dict) -> None:
-    """LayerDrop, with a seed for each rank."""
-    model = shard(make_lm(depth=4))
-    _, optimizer = trained_once(model, settings)
-    model.path = [index for index in range(4) if index != rank]
-    must_not_step(optimizer, lambda: backward(model, rank))
-
-
-def skips_a_layer_on_one_rank(rank: int, settings: dict) -> None:
-    """An expert that got no token there. Its weights are on every node already."""
-    model = shard(make_lm(depth=3))
-    _, optimizer = trained_once(model, settings)
-    backward(model, rank)
-    optimizer.zero_grad()
-    model.path = [0, 2] if rank == 1 else [0, 1, 2]
-    must_not_step(optimizer, lambda: backward(model, rank))
 
 
 def skips_in_an_earlier_micro_step(rank: int, settings: dict) -> None:
@@ -110,11 +89,6 @@ def loss_of_another_head(rank: int, settings: dict) -> None:
 
 
 DIFFERENCES = {
-    skips_another_layer_on_each_rank: [
-        "forward passes of module blocks.1: 1 on ranks [0, 2, 3], 0 on rank 1",
-        "forward passes of module blocks.2: 1 on ranks [0, 1, 3], 0 on rank 2",
-    ],
-    skips_a_layer_on_one_rank: ["forward passes of module blocks.1: 1 on ranks [0, 2, 3], 0 on rank 1"],
     skips_in_an_earlier_micro_step: ["forward passes of module blocks.2: 1 on ranks [0, 1], 0 on ranks [2, 3]"],
     another_order_of_layers: ["blocks.1", "on ranks [0, 1, 2]", "on rank 3"],
     loss_of_another_head: [
@@ -122,26 +96,18 @@ DIFFERENCES = {
         "reductions of unit heads.1: 0 on ranks [0, 2], 1 on ranks [1, 3]",
     ],
 }
+# The ranks of a node wait for each other in gathers of their first step.
+PARTING = DIFFERENCES | {another_order_of_layers: ["gather unit blocks.0", "rank 3 is about to gather unit blocks.1"]}
 
 
-PARTING = {
-    skips_another_layer_on_each_rank: [
-        "rank 0 is about to gather unit blocks.1",
-        "rank 3 is about to gather unit blocks.2",
-    ],
-    another_order_of_layers: ["gather unit blocks.0", "rank 3 is about to gather unit blocks.1"],
-}
-"""Words where the ranks of a node wait for each other in gathers of their first step."""
-
-
-@pytest.mark.thorough("*blocking", "*-no copies", "skips_another_layer*", "another_order*")
+@pytest.mark.thorough("*blocking", "*-no copies", "another_order*")
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda function: function.__name__)
 def test_every_rank_raises_before_the_step(difference, settings):
-    if difference in (skips_a_layer_on_one_rank, loss_of_another_head) and settings == "no copies":
+    if difference is loss_of_another_head and settings == "no copies":
         pytest.skip("A rank that gathers less often makes the others wait in a gather, until the timeout.")
     began = time.monotonic()
-    expected = DIFFERENCES | PARTING if settings == "default" else DIFFERENCES
+    expected = PARTING if settings == "default" else DIFFERENCES
     for error in expect_errors(difference, 4, SETTINGS[settings], timeout_s=20.0):
         assert error.startswith("DisagreementError"), error
         assert all(words in error for words in expected[difference]), error
@@ -164,25 +130,6 @@ def scenario_what_ranks_run_alike_is_no_difference(rank: int) -> None:
                 if settings["hpz_size"] is not None:
                     model.path = [0, 1] if rank < 2 else [2, 3, 3]
                     model(tokens_of(rank))
-
-
-def scenario_a_step_asks_once_more_than_its_passes(rank: int) -> None:
-    """One question for each forward pass, one for each backward pass, and one before the step."""
-    for micro_steps in (1, 3):
-        model = shard(make_lm())
-        handle, optimizer = trained_once(model, SETTINGS["default"])
-        for step in range(2):
-            with mock.patch.object(Agreement, "ask", autospec=True, side_effect=Agreement.ask) as asked:
-                train(model, optimizer, rank, (step,), handle, micro_steps)
-        assert asked.call_count == 2 * micro_steps + 1
-
-
-def test_many_differences_are_named_in_few_words():
-    runs = [tuple(f"reductions of unit {index}" for index in range(10) if index != rank) for rank in range(8)]
-    said = describe_difference(
-        {rank: Statement("step", {}, run) for rank, run in enumerate(runs)}, dict.fromkeys(range(8), 0)
-    )
-    assert "unit 4: 1 on ranks" in said and "unit 5" not in said and "and 4 more differ" in said
 
 
 # A rank that leaves out what the others of its node run: all ranks raise within seconds, and the error names the module. The
