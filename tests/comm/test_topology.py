@@ -1,38 +1,13 @@
-"""The node group and the cross group of every rank, for several worlds and every node size."""
+"""How many ranks make a node: as launchers, hosts and settings say it. That groups are right shows in test_two_hops.py."""
 
 import os
 
 import pytest
-import torch.distributed as dist
 from harness import run_ranks
 
 import hf_zeropp.comm.hosts as hosts_module
 from hf_zeropp.comm.hosts import Host, agree_on_nodes
-from hf_zeropp.comm.topology import detect_ranks_per_node, get_topology, resolve_hpz_size
-
-DIVISORS = {2: [1, 2], 3: [1, 3], 4: [1, 2, 4], 6: [1, 2, 3, 6]}
-
-
-def groups_of_rank(rank: int, world_size: int) -> list[tuple[int, list[int], list[int]]]:
-    found = []
-    for ranks_per_node in DIVISORS[world_size]:
-        topology = get_topology(ranks_per_node, "cpu")
-        assert get_topology(ranks_per_node, "cpu") is topology
-        assert (topology.rank, topology.num_ranks) == (rank, world_size)
-        node = dist.get_process_group_ranks(topology.node_group)
-        cross = dist.get_process_group_ranks(topology.cross_group)
-        found.append((ranks_per_node, node, cross))
-    return found
-
-
-@pytest.mark.thorough("6", "3")
-@pytest.mark.parametrize("world_size", DIVISORS)
-def test_rank_r_is_y_times_n_plus_x(world_size: int) -> None:
-    for rank, found in enumerate(run_ranks(groups_of_rank, world_size, world_size)):
-        for ranks_per_node, node, cross in found:
-            y, x = divmod(rank, ranks_per_node)
-            assert node == [y * ranks_per_node + i for i in range(ranks_per_node)]
-            assert cross == [i * ranks_per_node + x for i in range(world_size // ranks_per_node)]
+from hf_zeropp.comm.topology import detect_ranks_per_node, resolve_hpz_size
 
 
 def nodes_of_every_case(rank: int) -> list[tuple[str, list[str]]]:
@@ -83,16 +58,13 @@ def test_nodes_are_made_of_hosts() -> None:
         assert [len(messages) for _, messages in ranks] == [int(spans_hosts), 0, 0, 0], (hosts, setting, ranks)
 
 
-def test_one_rank_without_a_launcher_is_one_node(monkeypatch) -> None:
+def test_local_sizes_that_are_no_ranks_of_a_node_are_refused(monkeypatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert detect_ranks_per_node("auto", 1) == 1
-
-
-@pytest.mark.parametrize("text", ["0", "two"])
-def test_a_size_that_is_no_number_of_ranks_is_refused(monkeypatch, text: str) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE={text} must divide the world of 4"):
-        detect_ranks_per_node("auto", 4)
+    assert detect_ranks_per_node("auto", 1) == 1  # without a launcher
+    for text in ("0", "two"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+        with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE={text} must divide the world of 4"):
+            detect_ranks_per_node("auto", 4)
 
 
 def test_hpz_size_follows_nodes_or_says_why_not() -> None:
