@@ -13,21 +13,10 @@ from differential.pool import Worlds
 from differential.rank import Job
 
 FOLDER = Path(__file__).parent / "regressions"
+NAMES = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.txt"))
 # What is wrong still, and why. The marks are strict: they go when the package is right.
 STILL_WRONG: dict[str, str] = {}
-
-
-def programs() -> list:
-    return [pytest.param(path, marks=marks(path), id=name_of(path)) for path in sorted(FOLDER.rglob("*.txt"))]
-
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(FOLDER).with_suffix(""))
-
-
-def marks(path: Path) -> list:
-    reason = STILL_WRONG.get(name_of(path)) or STILL_WRONG.get(path.parent.name)
-    return [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+assert STILL_WRONG.keys() <= set(NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +25,11 @@ def worlds():
         yield worlds
 
 
-@pytest.mark.parametrize("path", programs())
-def test_program(worlds, path):
-    case = Case.parse(path.read_text())
+@pytest.mark.parametrize("name", NAMES)
+def test_program(worlds, name, request):
+    if name in STILL_WRONG:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=STILL_WRONG[name]))
+    case = Case.parse((FOLDER / f"{name}.txt").read_text())
     outcome = worlds[case.num_ranks].run(Job(case, ("ours", "plain")))
     symptom = outcome.oracle or outcome.ours
     assert symptom is None, f"{symptom.kind}: {symptom.detail}"
-
-
-def test_marks_name_programs():
-    names = {name_of(path) for path in FOLDER.rglob("*.txt")}
-    assert STILL_WRONG.keys() <= names | {name.partition("/")[0] for name in names}

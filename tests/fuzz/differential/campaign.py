@@ -18,7 +18,7 @@ from differential.cases import Case
 from differential.generate import WORLDS, generate
 from differential.hazards import BETTER_THAN_STOCK, hazards
 from differential.minimize import minimize
-from differential.pool import HANG_S, VALUES, Outcome, Symptom, Worlds
+from differential.pool import VALUES, Outcome, Symptom, Worlds
 from differential.rank import SIDES, Job
 
 OURS, SHARED, STOCK, ORACLE = "ours", "ours and stock's", "stock's", "the oracle's"
@@ -86,13 +86,9 @@ class Campaign:
         first_seed: the seeds run are this one and those behind it.
         without: hazards that programs leave out.
         limit_s: seconds in all.
-        shorten_s: seconds for making one failure short; 0 to leave them as they are.
-        plant: a bug of ``planted.PLANTS``.
-        worlds: sizes of the worlds that run; seeds of other sizes are left out.
-        stock_every: one program in so many runs under stock FSDP2 as well; 0 for none but those that fail.
+        shorten_s: seconds for making one failure short.
+        worlds: sizes of the worlds that run, or of a group of the mesh; seeds of other sizes are left out.
         mesh: one of ``MESHES`` for every program, or "".
-        groups: of the mesh; worlds are the sizes of one.
-        num_seeds: seeds after which the campaign ends, if its time is not over before; None for no such end.
     """
 
     first_seed: int
@@ -101,12 +97,7 @@ class Campaign:
     limit_s: float
     shorten_s: float
     worlds: Collection[int]
-    hang_s: float = HANG_S
-    plant: str | None = None
-    stock_every: int = STOCK_EVERY
     mesh: str = ""
-    groups: int = 1
-    num_seeds: int | None = None
 
     def __post_init__(self) -> None:
         self.num_cases = 0
@@ -136,11 +127,6 @@ class Campaign:
         return not any(thread.is_alive() for thread in self._threads)
 
     @property
-    def rate(self) -> float:
-        """Programs per second."""
-        return self.num_cases / (time.monotonic() - self._started)
-
-    @property
     def broken_promises(self) -> list[Failure]:
         return [failure for failure in self.failures if failure.breaks_a_promise]
 
@@ -149,7 +135,8 @@ class Campaign:
         groups: dict[tuple[str, str, str], list[Failure]] = {}
         for failure in self.failures:
             groups.setdefault(failure.group, []).append(failure)
-        lines = [f"{self.num_cases} programs, {self.rate:.1f} per second, {len(self.failures)} failures"]
+        rate = self.num_cases / (time.monotonic() - self._started)
+        lines = [f"{self.num_cases} programs, {rate:.1f} per second, {len(self.failures)} failures"]
         for (whose, kind, names), found in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
             shortest = min(found, key=lambda failure: len(failure.case.operations))
             size = len(shortest.case.operations)
@@ -165,14 +152,13 @@ class Campaign:
             del self._reached[size]
 
     def _lane(self, size: int) -> None:
-        with Worlds(self.hang_s) as worlds:
+        with Worlds() as worlds:
             for seed in self._seeds(size):
                 self._keep_pace(size, seed)
-                case = generate(seed, self.without, self.mesh, self.groups)
-                runs_stock = self.stock_every > 0 and seed % self.stock_every == 0
-                sides = SIDES if runs_stock else ("ours", "plain")
+                case = generate(seed, self.without, self.mesh)
+                sides = SIDES if seed % STOCK_EVERY == 0 else ("ours", "plain")
                 with self._turn:
-                    outcome = worlds[case.num_ranks].run(Job(case, sides, self.plant))
+                    outcome = worlds[case.num_ranks].run(Job(case, sides))
                 with self._lock:
                     self.num_cases += 1
                 if (failure := failure_of(seed, case, outcome)) is not None:
@@ -181,8 +167,7 @@ class Campaign:
                     return
 
     def _seeds(self, size: int) -> Iterator[int]:
-        seeds = itertools.islice(itertools.count(self.first_seed), self.num_seeds)
-        return (seed for seed in seeds if WORLDS[seed % len(WORLDS)] == size)
+        return (seed for seed in itertools.count(self.first_seed) if WORLDS[seed % len(WORLDS)] == size)
 
     def _keep_pace(self, size: int, seed: int) -> None:
         """Wait while another lane is far behind, so that the worlds keep their shares."""
@@ -197,13 +182,13 @@ class Campaign:
         with self._lock:
             is_new = self._shortened[failure.group] == 0
             self._shortened[failure.group] += 1
-        if self.shorten_s and is_new:
-            failure = shorten(failure, worlds, self.shorten_s, self.plant)
+        if is_new:
+            failure = shorten(failure, worlds, self.shorten_s)
         with self._lock:
             self.failures.append(failure)
 
 
-def shorten(failure: Failure, worlds: Worlds, limit_s: float, plant: str | None) -> Failure:
+def shorten(failure: Failure, worlds: Worlds, limit_s: float) -> Failure:
     """Make the program of a failure short, by runs on some of the worlds."""
     latest = failure.symptom
 
@@ -211,7 +196,7 @@ def shorten(failure: Failure, worlds: Worlds, limit_s: float, plant: str | None)
         nonlocal latest
         if not hazards(case) <= hazards(failure.case):
             return False  # it would be another failure
-        found = failure_of(failure.seed, case, worlds[case.num_ranks].run(Job(case, plant=plant)))
+        found = failure_of(failure.seed, case, worlds[case.num_ranks].run(Job(case)))
         if found is None or found.whose != failure.whose or kind_of(found.symptom) != kind_of(failure.symptom):
             return False
         latest = found.symptom

@@ -24,16 +24,6 @@ from typing import Any
 
 BLOCK_KINDS = ("mlp", "bare", "nested", "tied", "unused", "doubled", "parts")
 MESHES = ("replicas", "tp", "ep", "pp")
-OPTIMIZER_KINDS = (
-    "sgd",
-    "sgd_foreach",
-    "momentum",
-    "adamw",
-    "adamw_foreach",
-    "adamw_fused",
-    "writes_data",
-    "writes_memory",
-)
 STATELESS = ("sgd", "sgd_foreach", "writes_data", "writes_memory")
 
 # Routes by which weights are written, on all ranks or on one. The first group moves version counters of the DTensor or of
@@ -128,7 +118,7 @@ class ModelSpec:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer of one of ``OPTIMIZER_KINDS`` over a part of the parameters: "all", or those of "even" or "odd" index."""
+    """An optimizer of one of ``optimizers.KINDS`` over a part of the parameters: "all", or those of "even" or "odd" index."""
 
     kind: str = "sgd"
     part: str = "all"

@@ -17,7 +17,6 @@ from differential.cases import (
     LOAD_ROUTES,
     LOUD_ROUTES,
     OPERATIONS,
-    OPTIMIZER_KINDS,
     SILENT_ROUTES,
     BlockSpec,
     Case,
@@ -27,6 +26,7 @@ from differential.cases import (
 )
 from differential.extension import EXTENSION_KINDS
 from differential.hazards import FOR_NODE, MAY_RAISE, MUST_RAISE, Walk
+from differential.optimizers import KINDS
 
 WORLDS = (2, 4, 2, 3, 2, 4, 2, 6, 2, 4, 3, 2, 4, 2, 3, 8)
 """The world of seed n is ``WORLDS[n % len(WORLDS)]``. Small ones are quick, and most of what goes wrong shows in them."""
@@ -45,7 +45,7 @@ _DIVIDED = {"tp": "cut", "ep": "experts"}
 _TRIES = 12
 
 
-def generate(seed: int, without: Collection[str] = NEVER, mesh: str = "", groups: int = 1) -> Case:
+def generate(seed: int, without: Collection[str] = NEVER, mesh: str = "") -> Case:
     """The case of a seed; ``without`` names hazards to leave out, and ``mesh`` one of ``MESHES``: each makes it another case."""
     if mesh in _OTHER_PARALLELISM:
         without = {*without, *MUST_RAISE, *MAY_RAISE}
@@ -64,7 +64,7 @@ def generate(seed: int, without: Collection[str] = NEVER, mesh: str = "", groups
         world=world,
         ranks_per_node=ranks_per_node,
         mesh=mesh,
-        groups=groups,
+        groups=2 if mesh else 1,
         joined=joined,
         chained=chained,
         settings=tuple(sorted(_fitting(_settings(rng, world, ranks_per_node), models).items())),
@@ -304,8 +304,8 @@ def _fitting(settings: dict[str, Any], models: Sequence[ModelSpec]) -> dict[str,
 
 def _optimizers(rng: random.Random) -> tuple[OptimizerSpec, ...]:
     if rng.random() < 0.75:
-        return (OptimizerSpec(rng.choice(OPTIMIZER_KINDS)),)
-    return tuple(OptimizerSpec(rng.choice(OPTIMIZER_KINDS), part) for part in ("even", "odd"))
+        return (OptimizerSpec(rng.choice(list(KINDS))),)
+    return tuple(OptimizerSpec(rng.choice(list(KINDS)), part) for part in ("even", "odd"))
 
 
 def _settings(rng: random.Random, world: int, ranks_per_node: int) -> dict[str, Any]:

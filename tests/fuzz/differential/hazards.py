@@ -10,7 +10,7 @@ import dataclasses
 
 from differential.cases import LOUD_ROUTES, Case, Operation
 from differential.extension import EXTENSION_KINDS
-from differential.networks import all_ranks_train, blocks_that_are_units, parameters_of
+from differential.networks import parameters_of, skipped_blocks
 
 HAZARDS = {
     "pending at step": "an optimizer steps while micro-steps wait for a last one that did not come",
@@ -45,18 +45,7 @@ STOCK_IS_WRONG = ("frozen while unsharded", "trained late")
 BETTER_THAN_STOCK = frozenset({"changed while unsharded"})
 """Hazards that FSDP2 itself does not stand, and the package does."""
 
-FOR_NODE = frozenset(
-    {
-        "pending at step",
-        "pending in a closure",
-        "pending at clip",
-        "pending at read",
-        "pending and zeroed",
-        "pending and part dropped",
-        "pending and refrozen",
-        "waits on the rank",
-    }
-)
+FOR_NODE = frozenset({"waits on the rank", *(name for name in HAZARDS if name.startswith("pending"))})
 """Hazards that only ``qgz_accumulate="node"`` stands. On the rank, FSDP2 promises nothing before the last micro-step."""
 
 MUST_RAISE = frozenset({"skipped on one rank", "skipped where gathers wait"})
@@ -76,18 +65,8 @@ CURED_BY_INVALIDATE = frozenset(
 )
 """Hazards that a user who calls ``handle.invalidate()`` before the next forward avoids."""
 
-_FORWARDS = {
-    "train",
-    "forward",
-    "evaluate",
-    "generate",
-    "no_sync",
-    "abort",
-    "train_with_steps_inside",
-    "train_apart",
-    "step_with_closure",
-}
 _BACKWARDS = {"train", "train_apart", "no_sync", "abort", "train_with_steps_inside", "step_with_closure"}
+_FORWARDS = {"forward", "evaluate", "generate", *_BACKWARDS}
 _STEPS = {"step", "step_with_closure", "step_on_all_but_one", "step_that_raises"}
 
 
@@ -211,14 +190,9 @@ class Walk:
     def _skips(self, args: dict) -> bool:
         """Whether one rank skips a block: see ``sides.Side.train_apart``."""
         which = args["model"] % len(self.case.models)
-        units = blocks_that_are_units(self.case.models[which])
-        if not units or not self.is_last or not self.case.has_nodes:
-            return False
-        block, other = units[args["block"] % len(units)], args["other"]
-        of_others = {units[other % len(units)]} - {block} if other is not None else set()
         params = parameters_of(self.case)
         trained = [f"{params[index].model}.{params[index].name}" for index in self.trainable]
-        return all_ranks_train(trained, which, block, of_others)
+        return self.is_last and skipped_blocks(self.case, trained, which, args["block"], args["other"]) is not None
 
     def _gathers_wait(self, args: dict) -> bool:
         """Whether ranks meet in gathers within a pass. They wait there for a rank that runs another one, until the time-out."""

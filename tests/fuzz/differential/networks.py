@@ -254,24 +254,33 @@ def blocks_that_are_units(spec: ModelSpec) -> list[int]:
     return [index for index, block in enumerate(spec.blocks) if block.unit]
 
 
-def all_ranks_train(names: Iterable[str], which: int, block: int, of_others: Collection[int]) -> bool:
-    """Whether a block trains that one rank skips, and every rank trains something beside what it skips.
+def skipped_blocks(
+    case: Case, trained: Iterable[str], which: int, block: int, other: int | None
+) -> tuple[set[int], set[int]] | None:
+    """Return the blocks that one rank skips and those that the others skip (``Side.train_apart``); None where none may.
 
-    A rank without a backward pass steps without a word: the others meet its next forward pass.
+    That is on one node, where no block is a unit, and where the skipped block does not train or a rank would train nothing
+    beside what it skips: a rank without a backward pass steps without a word, and the others meet its next forward pass.
 
     Args:
-        names: the parameters that train, as ``"0.blocks.1.weight"``.
+        trained: the parameters that train, as ``"0.blocks.1.weight"``.
         which: the model.
-        block: what one rank skips.
-        of_others: what the others skip.
+        block: the block that one rank skips, counted among those that are units.
+        other: the same of the others; None, or the same block, for none.
     """
-    used = [name for name in names if name.startswith(f"{which}.") and not name.endswith("idle")]
+    units = blocks_that_are_units(case.models[which])
+    if not units or not case.has_nodes:
+        return None
+    of_one = {units[block % len(units)]}
+    of_others = set() if other is None else {units[other % len(units)]} - of_one
+    used = [name for name in trained if name.startswith(f"{which}.") and not name.endswith("idle")]
 
     def are_in(blocks: Collection[int]) -> list[bool]:
         prefixes = tuple(f"{which}.blocks.{index}." for index in blocks)
         return [name.startswith(prefixes) for name in used]
 
-    return any(are_in({block})) and not all(are_in({block})) and not all(are_in(of_others))
+    all_train = any(are_in(of_one)) and not all(are_in(of_one)) and not all(are_in(of_others))
+    return (of_one, of_others) if all_train else None
 
 
 def shard(net: Net, spec: ModelSpec, case: Case, mesh: DeviceMesh, *, frozen_units: bool) -> Net:

@@ -23,14 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from differential.cases import STATELESS, Case
 from differential.meshes import cut_dim, place_of, rank_of
-from differential.networks import (
-    Container,
-    Net,
-    all_ranks_train,
-    blocks_that_are_units,
-    parameters_of,
-    put,
-)
+from differential.networks import Container, Net, parameters_of, put, skipped_blocks
 from differential.optimizers import RaisesHalfway, make_optimizer
 
 Observation = dict[str, Any]
@@ -122,19 +115,16 @@ class Side(ABC):
 
         The others skip the block ``other``, if that is another one, so that all ranks run as many.
 
-        It is a plain one where there is no such block, where a rank would train nothing (``all_ranks_train``), where gradients
-        wait (they may not cross ranks), or on one node.
+        It is a plain one where none may be skipped (``skipped_blocks``), and where gradients wait: they may not cross ranks.
         """
         which = model % len(self.nets)
-        units = blocks_that_are_units(self.case.models[which])
         path = list(range(len(self.nets[which].blocks)))
-        if units and self._is_last and self.case.has_nodes:
-            block = units[block % len(units)]
-            trained = [name for name, param in self.params.items() if param.requires_grad]
-            of_others = {units[other % len(units)]} - {block} if other is not None else set()
-            skipped = {block} if self.rank == rank % self.case.world else of_others
-            if all_ranks_train(trained, which, block, of_others):
-                path = [index for index in path if index not in skipped]
+        trained = [name for name, param in self.params.items() if param.requires_grad]
+        skipped = skipped_blocks(self.case, trained, which, block, other) if self._is_last else None
+        if skipped is not None:
+            of_one, of_others = skipped
+            left_out = of_one if self.rank == rank % self.case.world else of_others
+            path = [index for index in path if index not in left_out]
         return self.train(data, which, path, 1, 1, False)
 
     @abstractmethod
