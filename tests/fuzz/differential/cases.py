@@ -134,9 +134,6 @@ class Operation:
     @classmethod
     def of(cls, name: str, **args: Any) -> Operation:
         defaults = OPERATIONS[name]
-        unknown = args.keys() - defaults.keys()
-        if unknown:
-            raise ValueError(f"{name} takes {sorted(defaults)}, got {sorted(unknown)}.")
         return cls(name, tuple(sorted((key, value) for key, value in args.items() if value != defaults[key])))
 
     @property
@@ -210,10 +207,10 @@ class Case:
         if self.settings:
             lines.append(_call("settings", **dict(self.settings)))
         for model in self.models:
-            lines.append(_call("model", **_differing(model, skip=("blocks",))))
-            lines += [_call("block", **_differing(block)) for block in model.blocks]
+            lines.append(_call_of("model", model))
+            lines += [_call_of("block", block) for block in model.blocks]
         lines += ["joined()"] * self.joined + ["chained()"] * self.chained
-        lines += [_call("optimizer", **_differing(optimizer)) for optimizer in self.optimizers]
+        lines += [_call_of("optimizer", optimizer) for optimizer in self.optimizers]
         lines += [_call(operation.name, **dict(operation.args)) for operation in self.operations]
         return "\n".join(lines)
 
@@ -254,7 +251,11 @@ def _call(name: str, **args: Any) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})"
 
 
-def _differing(spec: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Fields of a dataclass that differ from their defaults."""
-    fields = ((field.name, getattr(spec, field.name), field.default) for field in dataclasses.fields(spec))
-    return {name: value for name, value, default in fields if value != default and name not in skip}
+def _call_of(name: str, spec: Any) -> str:
+    return _call(name, **{field.name: getattr(spec, field.name) for field in differing(spec)})
+
+
+def differing(spec: Any) -> list[dataclasses.Field]:
+    """The fields of a dataclass that differ from their defaults, but for blocks."""
+    fields = [field for field in dataclasses.fields(spec) if field.name != "blocks"]
+    return [field for field in fields if getattr(spec, field.name) != field.default]

@@ -17,25 +17,17 @@ from differential.cases import Case
 from differential.sides import Observation
 
 DIVERGED = 1e3
-"""Losses beyond this, in the oracle, end the comparison: nothing useful can be said of numbers that explode."""
+"""Losses of the oracle beyond this, and NaN, end the comparison: nothing useful can be said of numbers that explode."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tolerance:
-    """Largest differences: of losses relative to the loss plus 0.1, of gradients relative to the largest gradient that any
-    rank had, of weights relative to the largest weight plus 0.1."""
-
-    loss: float
-    grad: float
-    weight: float
-
-    @classmethod
-    def of(cls, case: Case) -> Tolerance:
-        if case.is_exact:
-            return cls(loss=1e-4, grad=1e-4, weight=1e-4)
-        if not any(dict(case.settings).get(name) for name in ("qwz_bits", "qgz_bits", "qgz_intra_bits")):
-            return cls(loss=0.03, grad=0.06, weight=0.02)
-        return cls(loss=0.1, grad=0.25, weight=0.02)
+def tolerances(case: Case) -> dict[str, float]:
+    """Return the largest differences: of losses relative to the loss plus 0.1, of gradients relative to the largest gradient that
+    any rank had, of weights relative to the largest weight plus 0.1."""
+    if case.is_exact:
+        return {"loss": 1e-4, "grad": 1e-4, "weight": 1e-4}
+    if not any(dict(case.settings).get(name) for name in ("qwz_bits", "qgz_bits", "qgz_intra_bits")):
+        return {"loss": 0.03, "grad": 0.06, "weight": 0.02}
+    return {"loss": 0.1, "grad": 0.25, "weight": 0.02}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +68,9 @@ def first_difference(
         scales: of each operation, what errors of gradients are measured by (``Plain.scales``).
         forced: whether the oracle was told the run's weights after optimizer steps, which then prove nothing.
     """
-    tolerance = Tolerance.of(case)
+    tolerance = tolerances(case)
     for index, (seen, expected) in enumerate(zip(run, oracle, strict=True)):
-        if any(_has_diverged(value) for key, value in expected.items() if key.startswith("loss")):
+        if any(not abs(value) <= DIVERGED for key, value in expected.items() if key.startswith("loss")):
             return None
         is_step = "step" in case.operations[index].name
         for key, value in expected.items():
@@ -104,25 +96,23 @@ def _is_same(one: object, other: object) -> bool:
     return one == other
 
 
-def _has_diverged(loss: float) -> bool:
-    return not math.isfinite(loss) or abs(loss) > DIVERGED
-
-
-def _share(key: str, got: object, expected: object, tolerance: Tolerance, scales: Mapping[str, float]) -> float:
+def _share(
+    key: str, got: object, expected: object, tolerance: Mapping[str, float], scales: Mapping[str, float]
+) -> float:
     if (got is None) != (expected is None):
         return math.inf
     if got is None or expected is None:
         return 0.0
     if isinstance(expected, float) and isinstance(got, float):
-        return abs(got - expected) / (tolerance.loss * (abs(expected) + 0.1))
+        return abs(got - expected) / (tolerance["loss"] * (abs(expected) + 0.1))
     assert isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor)
     if not expected.numel():
         return 0.0
     error = (got - expected).abs().max().nan_to_num(math.inf).item()
     kind, name = key.split(" ", 1)
     if kind == "grad":
-        return error / (tolerance.grad * scales[name] + 1e-7)
-    return error / (tolerance.weight * (expected.abs().max().item() + 0.1))
+        return error / (tolerance["grad"] * scales[name] + 1e-7)
+    return error / (tolerance["weight"] * (expected.abs().max().item() + 0.1))
 
 
 def _short(value: object) -> str:

@@ -207,9 +207,6 @@ class Program:
             return None
         return [rng.randrange(3) for _ in range(rng.randint(1, 3))]
 
-    def _rank(self, rng: random.Random) -> int:
-        return rng.randrange(self._case.world)
-
 
 _DRAWS: dict[str, Callable[[Program, random.Random], Any]] = {
     "data": lambda program, rng: program._next_data(),
@@ -224,7 +221,7 @@ _DRAWS: dict[str, Callable[[Program, random.Random], Any]] = {
     "no_sync.count": lambda program, rng: rng.randint(1, 2),
     "marks_last": lambda program, rng: rng.random() < 0.3,
     "model": lambda program, rng: rng.randrange(2),
-    "rank": Program._rank,
+    "rank": lambda program, rng: rng.randrange(program._case.world),
     "block": lambda program, rng: rng.randrange(3),
     "other": lambda program, rng: rng.choice([None, *range(3)]),
     "last": lambda program, rng: rng.random() < 0.5,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from differential.cases import OPERATIONS, Case, ModelSpec, Operation, OptimizerSpec
+from differential.cases import OPERATIONS, Case, ModelSpec, Operation, OptimizerSpec, differing
 
 
 def minimize(case: Case, fails: Callable[[Case], bool], limit_s: float) -> Case:
@@ -81,11 +81,11 @@ def _smaller_worlds(case: Case) -> Iterator[Case]:
 def _simpler_models(model: ModelSpec) -> Iterator[ModelSpec]:
     for index in range(len(model.blocks) - (model.ends == "none")):
         yield dataclasses.replace(model, blocks=model.blocks[:index] + model.blocks[index + 1 :])
-    for field, value in _defaults(model, skip=("blocks",)):
-        yield dataclasses.replace(model, **{field: value})
+    for field in differing(model):
+        yield dataclasses.replace(model, **{field.name: field.default})
     for index, block in enumerate(model.blocks):
-        for field, value in _defaults(block):
-            plainer = dataclasses.replace(block, **{field: value})
+        for field in differing(block):
+            plainer = dataclasses.replace(block, **{field.name: field.default})
             yield dataclasses.replace(model, blocks=_with(model.blocks, index, plainer))
 
 
@@ -96,13 +96,6 @@ def _plainer(operation: Operation) -> Iterator[Operation]:
         if type(OPERATIONS[operation.name][key]) is int and type(value) is int and value > 1:
             args = {**dict(operation.args), key: 1}
             yield Operation.of(operation.name, **args)
-
-
-def _defaults(spec: Any, skip: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Fields of ``spec`` that are not at their default, with the default."""
-    for field in dataclasses.fields(spec):
-        if field.name not in skip and getattr(spec, field.name) != field.default:
-            yield field.name, field.default
 
 
 def _with(items: tuple, index: int, item: Any) -> tuple:

@@ -30,17 +30,6 @@ class ScaledGradients(Ours):
                 param.grad.mul_(1.01)
 
 
-class LostMicroStep(Ours):
-    """Every third backward pass does not come."""
-
-    num_passes = 0
-
-    def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
-        self.num_passes += 1
-        if self.num_passes % 3:
-            super()._backward(loss, times)
-
-
 class OneShardIsNotUpdated(Ours):
     """The optimizer's update does not last on rank 0. It is undone behind every counter."""
 

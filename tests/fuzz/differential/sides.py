@@ -260,21 +260,11 @@ class Side(ABC):
             f"grad {name}": None if grad is None else self._rows(name, grad).clone() for name, grad in grads.items()
         }
 
-    # What the sides have in common.
-
-    @abstractmethod
-    def _build_nets(self) -> list[Net]: ...
+    # What the sides have in common. Each has besides: ``_build_nets``, ``_outputs`` of the models that have an input, this rank's
+    # ``_rows`` of a parameter or gradient, without autograd and not copied, and ``_backward_with_steps``.
 
     def _finish_models(self) -> None:  # noqa: B027 - the oracle has nothing to do
         """Do what follows before anything holds the parameters."""
-
-    @abstractmethod
-    def _outputs(self, inputs: list[torch.Tensor | None], path: Sequence[int] | None) -> list[torch.Tensor]:
-        """The outputs of the models that have an input."""
-
-    @abstractmethod
-    def _rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a parameter or gradient, without autograd; no copy."""
 
     def _set_sync(self, sync: bool, marks_last: bool) -> None:  # noqa: B027 - the oracle has nothing to do
         """Tell FSDP2 whether to reduce gradients."""
@@ -283,9 +273,6 @@ class Side(ABC):
         for number in range(times):
             if loss.requires_grad:
                 loss.backward(retain_graph=number < times - 1)
-
-    @abstractmethod
-    def _backward_with_steps(self, loss: torch.Tensor) -> None: ...
 
     def _loss(
         self, data: int, which: int | None, path: Sequence[int] | None = None, input_grad: bool = False
