@@ -1,11 +1,7 @@
 """Tests on real ranks: several gloo processes per test, forked from a server that has imported everything once.
 
-``run_ranks(function, world_size, *args)`` calls ``function(rank, *args)`` on every rank and returns the results in
-rank order. The function must be defined at module level, because it travels by name. A rank that raises, dies or hangs
-fails the test with the tracebacks of all ranks, that of the first failure first.
-
-``started_ranks`` does not wait: the test stops, resumes or kills ranks while they run, and collects their results later.
-``Scenarios`` runs many short tests in one start of the ranks.
+A test calls ``run_ranks``. ``started_ranks`` does not wait: the test stops, resumes or kills ranks while they run, and collects
+their results later. ``Scenarios`` runs many short tests in one start of the ranks.
 
 Every rank is a new process, since FSDP2, process groups and Accelerate keep state that one test would leave to the next.
 A process that imports PyTorch and Transformers takes seconds to start; a fork of one that has imported them does not.
@@ -26,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rank_process import Announcement, Job, Raised, Result, announce, crash_file, rank_main
+from rank_process import Announcement, Failure, Job, Result, announce, crash_file, rank_main
 
 if TYPE_CHECKING:
     import pytest
@@ -52,18 +48,6 @@ SCENARIO_GRACE_S = 5.0  # the same between scenarios, where what the other ranks
 # locks that they hold would stay locked. The server has done nothing but import.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
-
-
-class Failure(NamedTuple):
-    """A rank that raised, died or hung: its rank, the exception's type name and its message.
-
-    A rank that ended without a result has the type name ``ProcessDied``, and its exit code in the message (-9 for
-    SIGKILL); one that gave no result in time has ``TimeoutError``.
-    """
-
-    rank: int
-    kind: str
-    message: str
 
 
 class RankError(AssertionError):
@@ -96,10 +80,10 @@ def run_ranks(
     limit_s: float = LIMIT_S,
     timeout_s: float = 60.0,
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` on ``world_size`` processes of one gloo group.
+    """Run ``function(rank, *args)`` on ``world_size`` processes of one gloo group, and return the results in rank order.
 
     Args:
-        function: a function of a module.
+        function: at module level, because it travels by name.
         world_size: number of ranks.
         args: further arguments, which can be pickled.
         env: environment variables of the ranks, beside those of this process.
@@ -108,11 +92,8 @@ def run_ranks(
         timeout_s: seconds after which a collective of the group fails on ranks that wait in it. Connecting the ranks
             must succeed in this time too, which takes seconds on a busy machine.
 
-    Returns:
-        The results of the function, in rank order.
-
     Raises:
-        RankError: a rank raised, died or did not end in time.
+        RankError: a rank raised, died or did not end in time. It has the tracebacks of all ranks, that of the first first.
     """
     with started_ranks(function, world_size, *args, env=env, init=init, timeout_s=timeout_s) as ranks:
         return ranks.collect(limit_s)
@@ -127,24 +108,14 @@ def started_ranks(
     init: bool = True,
     timeout_s: float = 60.0,
 ) -> Iterator[StartedRanks]:
-    """Start what ``run_ranks`` runs, without waiting for it. Ranks that are alive at the end of the context are killed.
+    """Start what ``run_ranks`` runs, with its arguments. Ranks that are alive at the end of the context are killed.
 
+    Example:
         with started_ranks(train, 4, timeout_s=5) as ranks:
             ranks[2].wait_for("step 3")  # until the rank has called harness.announce("step 3")
             ranks[2].stop()
             with pytest.raises(RankError) as failure:
                 ranks.collect(grace_s=2)  # rank 2 ends never, the others within 2 s of each other
-
-    Args:
-        function: as for ``run_ranks``.
-        world_size: as for ``run_ranks``.
-        args: as for ``run_ranks``.
-        env: as for ``run_ranks``.
-        init: as for ``run_ranks``.
-        timeout_s: as for ``run_ranks``.
-
-    Yields:
-        The ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = Job(function, world_size, args, env or {}, init, timeout_s, folder, free_port())
@@ -209,10 +180,9 @@ class Scenarios:
         def test_features(scenario):
             SCENARIOS.check(scenario)
 
-    Each rank tells the test how each scenario ended, and a rank on which one raised ends with it: otherwise its next
-    collectives would meet those that its peers still wait in. Its end closes its connections, which releases the peers in
-    gloo, and the test ends those that wait for something else. What the peers raise then is shown behind the first cause,
-    and scenarios that did not end on all ranks fail with the name of the one that did raise.
+    A rank on which a scenario raised ends with it: otherwise its next collectives would meet those that its peers still wait in.
+    Its end closes its connections, which releases the peers in gloo, and the test ends those that wait for something else. What
+    the peers raise then is shown behind the first cause, and scenarios that did not end on all ranks fail with its name.
 
     Args:
         world_size: number of ranks.
@@ -262,13 +232,13 @@ class Scenarios:
         results, failures = self._ran
         if len(results[name]) == self.world_size:
             return [results[name][rank] for rank in range(self.world_size)]
-        rank, raised = failures[0]
+        first = failures[0]
         # The first scenario that the rank did not end is the one in which it raised or died.
-        failed = next(other for other in results if rank not in results[other])
-        cause = f"{failed} failed on rank {rank}: {raised.kind}: {raised.message}"
+        failed = next(other for other in results if first.rank not in results[other])
+        cause = f"{failed} failed on rank {first.rank}: {first.kind}: {first.message}"
         assert name == failed, f"{name} did not run to its end on all ranks: {cause}"
         consequences = f"\nthen on other ranks:\n{_report(failures[1:])}" if failures[1:] else ""
-        raise AssertionError(f"{name} failed first on rank {rank}:\n{_report(failures[:1])}{consequences}")
+        raise AssertionError(f"{name} failed first on rank {first.rank}:\n{_report(failures[:1])}{consequences}")
 
     def _run(self) -> _Ran:
         options = dict(self._kwargs)
@@ -296,7 +266,7 @@ class _Ran(NamedTuple):
     """How all scenarios ended: the results by name and rank, and what ranks raised, the first failure first."""
 
     results: dict[str, dict[int, Any]]
-    failures: list[tuple[int, Raised]]
+    failures: list[Failure]
 
 
 _PREFIX = "scenario_"
@@ -326,13 +296,7 @@ def free_port() -> int:
 class StartedRank:
     """One rank that runs, as the process of the test sees it.
 
-    Args:
-        job: the function and its surroundings.
-        rank: which of its ranks.
-
     Attributes:
-        rank: the rank.
-        process: its process.
         announced: what it has announced so far: the texts, and the values with them.
     """
 
@@ -340,7 +304,7 @@ class StartedRank:
         self.rank = rank
         self._receiver, sender = _context.Pipe(duplex=False)
         self.announced: dict[str, Any] = {}
-        self._end: Result | Raised | None = None
+        self._end: Result | Failure | None = None
         self._crash_file = crash_file(job, rank)
         self.process = _context.Process(target=rank_main, args=(sender, job, rank), daemon=True)
         self.process.start()
@@ -349,7 +313,6 @@ class StartedRank:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self.process.pid
 
     def stop(self) -> None:
@@ -364,17 +327,17 @@ class StartedRank:
         """Kill the process with SIGKILL, stopped or not. The kernel closes its connections: peers see it die."""
         os.kill(self.pid, signal.SIGKILL)
 
-    def wait_for(self, text: str, limit_s: float = LIMIT_S) -> None:
+    def wait_for(self, text: str) -> None:
         """Wait until the rank has called ``announce(text)``.
 
         Raises:
             AssertionError: it ended before, or did not do so in time.
         """
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + LIMIT_S
         while text not in self.announced:
             assert self._end is None, f"rank {self.rank} ended without announcing {text!r}: {self._end}"
             is_ready = self._receiver.poll(max(0.0, deadline - time.monotonic()))
-            assert is_ready, f"rank {self.rank} did not announce {text!r} within {limit_s:.0f} s"
+            assert is_ready, f"rank {self.rank} did not announce {text!r} within {LIMIT_S:.0f} s"
             self._read()
 
     def has_ended(self, within_s: float = 0.0) -> bool:
@@ -391,7 +354,8 @@ class StartedRank:
         except (EOFError, ConnectionResetError):
             self.process.join(60)  # a busy machine may take long to end a process that was killed
             stacks = self._crash_file.read_text() if self._crash_file.exists() else ""
-            message = Raised("ProcessDied", f"exit code {self.process.exitcode}", stacks, time.monotonic())
+            code = self.process.exitcode
+            message = Failure(self.rank, "ProcessDied", f"exit code {code}", stacks, time.monotonic())
         if isinstance(message, Announcement):
             self.announced[message.text] = message.value
         else:
@@ -409,11 +373,7 @@ class StartedRanks(list[StartedRank]):
             grace_s: the same, from the first failure on. Peers of a killed rank may need the ``timeout_s`` of the group to
                 notice, and a stopped rank keeps the test waiting for this long.
 
-        Returns:
-            The results of the function, in rank order.
-
-        Raises:
-            RankError: a rank raised, died or did not end in time.
+        Returns and raises what ``run_ranks`` does.
         """
         # Ranks are read in the order in which they answer: the failure of one explains why others hang.
         deadline = time.monotonic() + limit_s
@@ -421,15 +381,15 @@ class StartedRanks(list[StartedRank]):
             ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 for rank in running.values():
-                    rank._end = Raised("TimeoutError", f"no result after {limit_s:.0f} s", "", time.monotonic())
+                    message = f"no result after {limit_s:.0f} s"
+                    rank._end = Failure(rank.rank, "TimeoutError", message, "", time.monotonic())
             for receiver in ready:
                 rank = running[receiver]
                 rank._read()
-                if isinstance(rank._end, Raised):
+                if isinstance(rank._end, Failure):
                     deadline = min(deadline, time.monotonic() + grace_s)
         if failures := self.failures():
-            errors = [Failure(rank, raised.kind, raised.message) for rank, raised in failures]
-            raise RankError(_report(failures), errors)
+            raise RankError(_report(failures), failures)
         return [rank._end.value for rank in self]
 
     def end(self) -> None:
@@ -443,20 +403,20 @@ class StartedRanks(list[StartedRank]):
             rank.process.kill()  # in case it hangs at its exit
             rank._receiver.close()
 
-    def failures(self) -> list[tuple[int, Raised]]:
-        """Return the ranks that failed and how, the first one first.
+    def failures(self) -> list[Failure]:
+        """Return how ranks failed, the first one first.
 
         A rank that died did so before its death was noticed, and for no fault of the others: it comes before those that raised.
         """
-        failures = [(rank.rank, rank._end) for rank in self if isinstance(rank._end, Raised)]
-        return sorted(failures, key=lambda failure: (failure[1].kind != "ProcessDied", failure[1].at_s))
+        failures = [rank._end for rank in self if isinstance(rank._end, Failure)]
+        return sorted(failures, key=lambda failure: (failure.kind != "ProcessDied", failure.at_s))
 
 
-def _report(failures: list[tuple[int, Raised]]) -> str:
+def _report(failures: list[Failure]) -> str:
     """Return each distinct traceback once, with the ranks from which it came."""
     ranks_of: dict[tuple[str, str, str], list[int]] = {}
-    for rank, raised in failures:
-        ranks_of.setdefault((raised.kind, raised.message, raised.trace), []).append(rank)
+    for rank, kind, message, trace, _ in failures:
+        ranks_of.setdefault((kind, message, trace), []).append(rank)
     return "\n".join(
         f"[ranks {sorted(ranks)}] {kind}: {message}\n{trace}" for (kind, message, trace), ranks in ranks_of.items()
     )

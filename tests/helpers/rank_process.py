@@ -49,14 +49,19 @@ class Result(NamedTuple):
     value: Any
 
 
-class Raised(NamedTuple):
+class Failure(NamedTuple):
     """The last message of a rank whose function raised, or what the test notes about one that died or hung.
 
+    A rank that ended without a result has the kind ``ProcessDied``, and its exit code in the message (-9 for SIGKILL); one that
+    gave no result in time has ``TimeoutError``.
+
     Attributes:
+        kind: the exception's type name.
         at_s: when, on the clock that all processes of a machine share (``time.monotonic``). Ranks that fail since another
             one failed do so later.
     """
 
+    rank: int
     kind: str
     message: str
     trace: str
@@ -89,7 +94,8 @@ def rank_main(sender: Connection, job: Job, rank: int) -> None:
         # ``sender.send`` would pass tensors as shared memory, which ends with this process. Plain pickle copies them.
         message = pickle.dumps(Result(_call(job, rank)))
     except BaseException as error:  # noqa: BLE001 - the test shows it
-        message = pickle.dumps(Raised(type(error).__name__, str(error), traceback.format_exc(), time.monotonic()))
+        failure = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), time.monotonic())
+        message = pickle.dumps(failure)
     sender.send_bytes(message)
     sender.close()
 
