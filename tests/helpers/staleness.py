@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
-import numpy as np
 import torch
+from differential.optimizers import WritesData, WritesPointers
 from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
@@ -18,6 +18,8 @@ from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights import fingerprint, freshness
 from hf_zeropp.fsdp.weights.weight_decisions import WeightDecisions
 from hf_zeropp.fsdp.weights.weight_stamp import WeightStamp
+
+__all__ = ["WritesData", "WritesPointers"]
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
 
@@ -95,25 +97,3 @@ def step(model, optimizer_class, rank: int = 0, **kwargs) -> None:
     backward(model, rank)
     forward(model, rank)
     optimizer.step()
-
-
-class WritesData(torch.optim.Optimizer):
-    """Writes through ``.data``, as many published optimizers do: no version counter moves."""
-
-    def __init__(self, params, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.add_(param.grad, alpha=-group["lr"])
-
-
-class WritesPointers(WritesData):
-    """Writes into the local storage from outside of torch, as fused kernels called through ctypes do."""
-
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                memory = param.to_local().detach().numpy()
-                np.subtract(memory, group["lr"] * param.grad.to_local().numpy(), out=memory)

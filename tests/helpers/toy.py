@@ -25,6 +25,9 @@ from hf_zeropp.ops.format import LARGEST_LEVEL
 VOCAB, HIDDEN, INNER = 29, 12, 27
 EXACT = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": None}
 """Settings under which nothing is quantized and no secondary shard is kept."""
+LLAMA = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+LLAMA |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""What the configs of tiny Llamas have in common."""
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -158,51 +161,33 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_of_all(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather DTensors by name, as ``full`` does, with one collective for all that are sharded alike.
+    """Gather DTensors by name, as ``full`` does, with one exchange for all that are sharded alike.
 
     A collective of four ranks takes 2 ms on two cores, and a test that looks at 40 gradients after each step would spend more
     time with ``full_tensor()`` than with what it tests.
     """
-    alike: dict[tuple[dist.ProcessGroup, torch.dtype], list[str]] = {}
+    gathered: dict[str, torch.Tensor] = dict(tensors)
+    alike: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, int]] = {}
     for name, tensor in tensors.items():
-        if (group := _group_of_shards(tensor)) is not None:
-            alike.setdefault((group, tensor.dtype), []).append(name)
-    gathered: dict[str, torch.Tensor] = {}
-    for (group, _), names in alike.items():
-        gathered |= _gather_shards({name: tensors[name] for name in names}, group)
-    return {name: gathered[name] if name in gathered else full(tensor) for name, tensor in tensors.items()}
-
-
-def _group_of_shards(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the group over which a DTensor is cut into shards, if it is cut once, in plain shards."""
-    if not isinstance(tensor, DTensor):
-        return None
-    cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    is_plain = len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard
-    return tensor.device_mesh.get_group(cut[0]) if is_plain else None
-
-
-def _gather_shards(tensors: dict[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Gather tensors of one dtype whose shards lie on the ranks of one group."""
-    num_ranks = group.size()
-    dims = {name: next(one.dim for one in tensor.placements if one.is_shard()) for name, tensor in tensors.items()}
-    shapes = {
-        name: [chunk.shape for chunk in torch.empty(tensor.shape, device="meta").chunk(num_ranks, dims[name])]
-        for name, tensor in tensors.items()
-    }
-    # Ranks behind the last chunk of a tensor hold nothing of it.
-    lengths = [
-        [shapes[name][rank].numel() if rank < len(shapes[name]) else 0 for name in tensors] for rank in range(num_ranks)
-    ]
-    longest = max(map(sum, lengths))
-    own = torch.cat([tensor.to_local().detach().flatten() for tensor in tensors.values()])
-    received = [own.new_empty(longest) for _ in range(num_ranks)]
-    dist.all_gather(received, F.pad(own, (0, longest - own.numel())), group=group)
-    pieces = [row[: sum(length)].split(length) for row, length in zip(received, lengths, strict=True)]
-    return {
-        name: torch.cat([pieces[rank][index].view(shape) for rank, shape in enumerate(shapes[name])], dims[name])
-        for index, name in enumerate(tensors)
-    }
+        cuts = [cut for cut in enumerate(getattr(tensor, "placements", ())) if not cut[1].is_replicate()]
+        if len(cuts) == 1 and type(cuts[0][1]) is Shard:
+            [(dim_of_mesh, shards)] = cuts
+            group = tensor.device_mesh.get_group(dim_of_mesh)
+            alike.setdefault((group, tensor.dtype), {})[name] = shards.dim
+        else:
+            gathered[name] = full(tensor)
+    for (group, _), dims in alike.items():
+        own = [tensors[name].to_local().detach() for name in dims]
+        message = [shard.shape for shard in own], torch.cat([shard.flatten() for shard in own])
+        of_ranks: list = [None] * group.size()
+        dist.all_gather_object(of_ranks, message, group)
+        flat_of_ranks = [flat.split([shape.numel() for shape in shapes]) for shapes, flat in of_ranks]
+        for index, (name, dim) in enumerate(dims.items()):
+            shapes = [shapes[index] for shapes, _ in of_ranks]
+            pieces = [flat[index] for flat in flat_of_ranks]
+            shards = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+            gathered[name] = torch.cat(shards, dim)
+    return gathered
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -234,14 +219,11 @@ def gathered_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def local_gradients(
     weights: dict[str, torch.Tensor], reference: nn.Module, rank: int, step: int = 0, loss: Loss = loss_of
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's own gradients, before any reduction.
+    """Return this rank's own gradients, before any reduction. Rank and step set the tokens.
 
     Args:
         weights: by name. The gradients are computed in their dtype.
         reference: an unsharded model, which takes the weights.
-        rank: sets the tokens.
-        step: sets the tokens.
-        loss: the loss.
     """
     dtype = next(iter(weights.values())).dtype
     reference.to(dtype).load_state_dict(weights, strict=False)
@@ -333,7 +315,6 @@ def check_gradients(
     Args:
         model: the sharded model, after the backward passes of ``steps``.
         reference: an unsharded model of the same kind.
-        rank: this rank.
         reduction: how gradients travelled.
         steps: the micro-steps, by the number that sets their tokens.
         factor: the divisor of the sum over ranks; None is the world size.
