@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_layers import LAYERS
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "hf_zeropp"
@@ -75,13 +74,6 @@ def test_the_readme_stays_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= MAX_README_LINES
     assert [line for line in lines if len(line) > MAX_README_WIDTH] == []
-
-
-def test_the_guide_gives_the_packages_in_the_order_of_imports() -> None:
-    table = (PACKAGE / "README.md").read_text().partition("## Packages")[2].partition("\n\nFour files")[0]
-    first_cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
-    names = [name for cell in first_cells for name in re.findall(r"`(\w+)(?:\.py|/)`", cell)]
-    assert names == LAYERS
 
 
 def test_the_guide_names_files_and_methods_that_exist() -> None:
