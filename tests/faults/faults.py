@@ -33,7 +33,7 @@ def main() -> int:
         if args.only or not verdict.is_good:
             print(verdict, flush=True)
 
-    verdicts = run_campaign(seeds, args.workers, show)
+    verdicts = run_campaign(seeds, show)
     print(table(verdicts))
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
 
@@ -43,7 +43,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--seed", type=int, default=None, help="of the first fault; a random one by default")
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these faults, with what each rank said")
-    parser.add_argument("--workers", type=int, default=2, help="faults at a time")
     return parser.parse_args()
 
 

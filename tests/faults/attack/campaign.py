@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 
 from harness import preload, run_ranks
@@ -12,33 +14,19 @@ from attack import jobs
 from attack.fault import BLOWS, POINTS, draw
 from attack.verdict import Verdict, judge
 
-COLUMNS = (
-    "blow",
-    "point",
-    "faults",
-    "struck",
-    "ended in time",
-    "of these went on",
-    "same bits",
-    "nothing left",
-    "seconds",
-)
+_ENDS = ("struck", "ended in time", "of these went on", "same bits", "nothing left")
+COLUMNS = ("blow", "point", "faults", *_ENDS, "seconds")
 """The last one is the time from the strike to the end of the last rank, the largest of a row."""
+AT_A_TIME = 2
 
 
-def run_campaign(seeds: Sequence[int], workers: int, show: Callable[[list[Verdict]], None]) -> list[Verdict]:
-    """Run the faults of these seeds, ``workers`` at a time.
-
-    Args:
-        seeds: of the faults.
-        workers: how many faults happen at a time.
-        show: called with all verdicts so far after each, the newest last.
-    """
+def run_campaign(seeds: Sequence[int], show: Callable[[list[Verdict]], None]) -> list[Verdict]:
+    """Run the faults of these seeds; ``show`` is called with all verdicts so far after each, the newest last."""
     preload("attack.jobs", "transformers.models.llama.modeling_llama")
-    models = "/tmp/models"
+    models = os.path.join(tempfile.gettempdir(), "models")
     run_ranks(jobs.prepare, 1, models, init=False)
     verdicts: list[Verdict] = []
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
         futures = [pool.submit(judge, draw(seed), models) for seed in seeds]
         for future in concurrent.futures.as_completed(futures):
             verdicts.append(future.result())

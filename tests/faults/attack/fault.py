@@ -32,10 +32,9 @@ POINTS = {
     "rotation": "the deletion of an older checkpoint, on the first rank",
     "packed loading": "from_pretrained into packed weights",
 }
-_ANYWHERE = ("installing", "sharing memory", HOP_1, HOP_2, "full save", "sharded save", "rotation", "packed loading")
 _SAVES = ("full save", "sharded save")
 CELLS = (
-    *((blow, point) for blow in ("kill", "stop") for point in _ANYWHERE),
+    *((blow, point) for blow in ("kill", "stop") for point in POINTS),
     *(("pause", point) for point in (HOP_1, HOP_2, *_SAVES)),
     *(("full disk", point) for point in _SAVES),
     *(("few descriptors", point) for point in ("sharing memory", HOP_2, *_SAVES, "packed loading")),

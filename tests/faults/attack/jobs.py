@@ -108,12 +108,9 @@ def _packed_model(order: Order, watch: Watch) -> torch.nn.Module:
         model = AutoModelForCausalLM.from_pretrained(
             os.path.join(order.models, BASE), quantization_config=ZeroPPQuantConfig(bits=4)
         )
-    return get_peft_model(model, _lora())
-
-
-def _lora() -> LoraConfig:
     torch.manual_seed(1)
-    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
 
 
 def _digest(trainer: Trainer) -> str:

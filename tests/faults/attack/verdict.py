@@ -93,16 +93,11 @@ def judge(fault: Fault, models: str) -> Verdict:
             if not verdict.went_on:
                 _resume(order, verdict)
             elif fault.point in ("sharded save", "full save"):
-                verdict.resumed = _lack_of_last_checkpoint(order)
+                reason = why_not_whole(order.disk / "run" / f"checkpoint-{jobs.STEPS}")
+                verdict.resumed = f"it went on, but its last checkpoint is not whole: {reason}" if reason else ""
             verdict.left += temporary_files(Path(name))
         verdict.left += sorted(shared_memory_files() - before)
     return verdict
-
-
-def _lack_of_last_checkpoint(order: Order) -> str:
-    """Return what the last checkpoint of a run lacks that went on; "" for a whole one."""
-    reason = why_not_whole(order.disk / "run" / f"checkpoint-{jobs.STEPS}")
-    return f"it went on, but its last checkpoint is not whole: {reason}" if reason else ""
 
 
 def limit_of(fault: Fault) -> float:
@@ -116,10 +111,7 @@ def limit_of(fault: Fault) -> float:
 def reference(fault: Fault, models: str, *, resumes: bool = False) -> list[End]:
     """Return the ends of an unbroken run of a fault's job, by rank.
 
-    Args:
-        fault: whose job.
-        models: where its models are.
-        resumes: whether the run that has ended is started again from its last checkpoint. The Trainer then makes one step more.
+    With ``resumes`` the run that has ended is started again from its last checkpoint. The Trainer then makes one step more.
     """
     job = dataclasses.replace(fault, seed=0, blow="", point="", fraction=0.0, spare=0, rank=0)
     return _reference(job, models, resumes)
@@ -224,14 +216,7 @@ def _resume(order: Order, verdict: Verdict) -> None:
         return
     unbroken = reference(order.fault, order.models, resumes=jobs.STEPS in whole)
     if not _same(ends, unbroken):
-        verdict.resumed = f"from {whole}: {_difference(ends, unbroken)}"
-
-
-def _difference(ends: list[End], unbroken: list[End]) -> str:
-    pairs = enumerate(zip(ends, unbroken, strict=True))
-    rank, ours, theirs = next((rank, *pair) for rank, pair in pairs if pair[0][:2] != pair[1][:2])
-    what = "other losses and weights" if ours.digest != theirs.digest else "other losses"
-    return f"rank {rank} has {what} than in the unbroken run: {ours.losses} and {theirs.losses}"
+        verdict.resumed = f"from {whole}: other losses or weights than those of the unbroken run: {ends} and {unbroken}"
 
 
 def _same(ends: list[End], unbroken: list[End]) -> bool:
