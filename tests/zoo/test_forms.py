@@ -53,6 +53,8 @@ def test_forms_are_those_of_the_files(family, tmp_path: Path) -> None:
     saved = load_file(tmp_path / "model.safetensors")
     groups = by_block(model)
     converted = _converted_model(model, groups)
+    if family.name in ("mixtral", "qwen2_moe", "llama"):
+        assert (converted is None) == (family.name == "llama")
     published = {name: weight.clone() for members in groups.values() for name, weight in _read(members, converted)}
     buffers = revert_weight_conversion(model, dict(model.named_buffers())).keys()
     not_saved = model._keys_to_ignore_on_save or ()
@@ -62,9 +64,3 @@ def test_forms_are_those_of_the_files(family, tmp_path: Path) -> None:
     assert missing <= tied and added <= tied, (sorted(missing), sorted(added))
     for name in published.keys() & saved.keys():
         assert torch.equal(published[name], saved[name]), name
-
-
-def test_some_families_are_converted():
-    main = [family for family in ALL if family.name in MAIN]
-    converted = {each.name for each in main if _converted_model(model := each.model(), by_block(model)) is not None}
-    assert {"mixtral", "qwen2_moe"} <= converted and "llama" not in converted
