@@ -68,12 +68,11 @@ def train(accelerator: Accelerator, model, optimizer, rank: int, steps) -> list[
     return losses
 
 
-def gradients(accelerator: Accelerator, model, rank: int, steps=(0,)) -> dict[str, torch.Tensor]:
-    """Full gradients of the micro-steps ``steps``, of which only the last synchronizes."""
-    for step in steps:
-        with accelerator.accumulate(model):
-            tokens = batch_of(rank, step)
-            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+def gradients(accelerator: Accelerator, model, rank: int) -> dict[str, torch.Tensor]:
+    """Full gradients of one micro-step."""
+    with accelerator.accumulate(model):
+        tokens = batch_of(rank, 0)
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
     result = full_gradients(model)
     for param in model.parameters():
         param.grad = None

@@ -20,22 +20,8 @@ from hf_zeropp.ops.changes_reference import BLOCK_WORDS
 from hf_zeropp.ops.register import OPERATORS
 
 # Zeros, ones, denormals, infinities and NaNs with payloads, of both signs, in bf16 and in fp16.
-SPECIALS = (
-    0x0000,
-    0x8000,
-    0x0001,
-    0x8001,
-    0x3F80,
-    0x7F7F,
-    0x7F80,
-    0xFF80,
-    0x7FC0,
-    0x7F81,
-    0xFFFF,
-    0x7FFF,
-    0x7C00,
-    0xFC01,
-)
+SPECIALS = (0x0000, 0x8000, 0x0001, 0x8001, 0x3F80, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7FFF)
+SPECIALS += (0x7C00, 0xFC01)
 SIZES = (0, 1, 2, 3, 31, 32, 33, 100, BLOCK_WORDS - 1, BLOCK_WORDS, BLOCK_WORDS + 1, 2 * BLOCK_WORDS + 7)
 DENSITIES = (0.0, 0.0005, 0.005, 0.05, 0.1, 0.28, 0.5, 0.9, 1.0)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from accelerate import Accelerator, ParallelismConfig
 from peft import LoraConfig, PeftModel, get_peft_model
+from toy import LLAMA
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_zeropp import ZeroPPPlugin, quantize_frozen
@@ -25,18 +26,7 @@ UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
 
 def tiny_llama(**overrides) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 140,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    settings = LLAMA | {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 140, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
 
 

@@ -40,8 +40,6 @@ def run_on_gpus(
 
     Args:
         function: of a module.
-        world_size: number of ranks.
-        args: of the function.
         backend: of the process group; None leaves the group to the function.
         is_bound: whether the group is told its device. NCCL then makes every other group by splitting this one.
         limit_s: seconds after which ranks that have not ended are killed.

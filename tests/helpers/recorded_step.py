@@ -65,8 +65,6 @@ class Work:
     """One operator, with what it moves and computes at the recorded sizes.
 
     Attributes:
-        name: the operator.
-        stream: where it runs.
         after: numbers of earlier works on other streams that it waits for.
         operations: of a matrix product.
         num_bytes: that a kernel reads and writes, or that one rank contributes to a collective.
@@ -140,15 +138,8 @@ class Recording:
         )
 
 
-def tasks_of(recording: Recording, cluster: Cluster, scale: Scale, *, orders_launches: bool = True) -> list[Task]:
-    """Return a recording as tasks, two for each work: its start takes no time, and others can wait for it.
-
-    Args:
-        recording: of a rank.
-        cluster: whose rates the tasks take.
-        scale: from the recorded sizes to the true ones.
-        orders_launches: whether collectives of all communicators start in the order of calls.
-    """
+def tasks_of(recording: Recording, cluster: Cluster, scale: Scale) -> list[Task]:
+    """Return a recording as tasks of a cluster, two for each work: its start takes no time, and others can wait for it."""
     stages = StageMaker(cluster)
     tasks: list[Task] = []
     last_of: dict[str, int] = {}
@@ -157,7 +148,7 @@ def tasks_of(recording: Recording, cluster: Cluster, scale: Scale, *, orders_lau
         after = {2 * other + 1 for other in work.after}
         if work.communicator is not None:
             after |= {last_of[work.communicator]} if work.communicator in last_of else set()
-            after |= {last_start} if last_start is not None and orders_launches else set()
+            after |= {last_start} if last_start is not None else set()
             last_of[work.communicator], last_start = 2 * index + 1, 2 * index
         stage = _stage_of(work, stages, scale)
         tasks.append(Task(Stage(f"start of {stage.name}", ()), work.stream, tuple(sorted(after))))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn as nn
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
+from toy import LLAMA
+from trainer_runs import ON_CPUS
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from hf_zeropp.frozen.modules import Packed
@@ -31,18 +34,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def save_model(folder: Path, config: type[PretrainedConfig] = LlamaConfig, **overrides) -> str:
     """Write a Llama (or another model) and its tokenizer, which trainers and engines load. Heads have 32 channels."""
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": len(SPECIAL + WORDS),
-        "hidden_size": 128,
-        "intermediate_size": 224,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    settings = LLAMA | {"vocab_size": len(SPECIAL + WORDS), "hidden_size": 128, "intermediate_size": 224}
+    settings |= {"num_key_value_heads": 2}
     AutoModelForCausalLM.from_config(config(**(settings | overrides))).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
@@ -67,19 +60,8 @@ ONLINE = {"num_generations": 4, "max_completion_length": 8, "beta": 0.0}
 
 def arguments_of_trl(folder: str, zeropp, **overrides) -> dict:
     """Arguments of every config of TRL."""
-    return {
-        "output_dir": folder,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "fsdp": True,
-        "fsdp_config": {"zeropp": zeropp},
-    } | overrides
+    settings = {"output_dir": folder, "fsdp_config": {"zeropp": zeropp}, "bf16": False, "gradient_checkpointing": False}
+    return ON_CPUS | settings | overrides
 
 
 def arguments(folder: str, zeropp, **overrides) -> dict:
@@ -132,15 +114,6 @@ def _own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from module.named_parameters(recurse=False)
 
 
-@contextlib.contextmanager
-def no_full_tensors() -> Iterator[None]:
+def no_full_tensors() -> contextlib.AbstractContextManager:
     """Inside, ``full_tensor()``, TRL's gather over the whole world, is an error."""
-
-    def refuse(tensor: DTensor, **kwargs) -> None:
-        raise AssertionError("full_tensor() was called")
-
-    original, DTensor.full_tensor = DTensor.full_tensor, refuse
-    try:
-        yield
-    finally:
-        DTensor.full_tensor = original
+    return mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("full_tensor() was called"))

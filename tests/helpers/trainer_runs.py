@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from datasets import Dataset
-from toy import full_weights
+from toy import LLAMA, full_weights
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from hf_zeropp.fsdp.sharded_models import find_units
@@ -20,20 +20,21 @@ SEQ_LEN = 16
 TWO_NODES = {"ranks_per_node": 2}  # of four ranks
 UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
 
+ON_CPUS = {
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "fsdp": True,
+}
+"""Arguments of every Trainer."""
+
 
 def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
     set_seed(seed)
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    settings = LLAMA | {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128}
     return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
 
 
@@ -46,19 +47,12 @@ def token_data(num_sequences: int = 256, seed: int = 1) -> Dataset:
 
 
 def training_arguments(output_dir: str, zeropp=TWO_NODES, fsdp_config: dict | None = None, **overrides):
-    settings = {
+    settings = ON_CPUS | {
         "max_steps": 6,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 4,
         "learning_rate": 2e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
         "seed": 0,
-        "fsdp": True,
         "fsdp_config": {"zeropp": zeropp, **(fsdp_config or {})},
     }
     return TrainingArguments(output_dir=output_dir, **(settings | overrides))

@@ -456,15 +456,9 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     way.__name__.replace("_", " "): way
     for way in (
         *(skipped_layers, a_head_without_gradients, activation_checkpointing, prefetching, unshard_by_hand),
-        *(
-            decay_of_a_skipped_layer,
-            stays_unsharded,
-            two_reduce_inputs,
-            secondary_shards_of_two_streams,
-            loaded_weights,
-        ),
+        *(decay_of_a_skipped_layer, stays_unsharded, two_reduce_inputs, secondary_shards_of_two_streams),
         *(reentrant_checkpointing, one_loss_over_roots, roots_that_take_turns, passes_that_are_not_the_last),
         *(unsharding_asynchronously, evaluation, no_sync, optimizer_in_backward, two_models, looks_at_gradients),
-        *(packed_lora, mixed_dtypes, hooks_on_all_reduces, gradient_hooks, two_meshes),
+        *(loaded_weights, packed_lora, mixed_dtypes, hooks_on_all_reduces, gradient_hooks, two_meshes),
     )
 }
