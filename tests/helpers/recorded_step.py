@@ -65,6 +65,8 @@ class Work:
     """One operator, with what it moves and computes at the recorded sizes.
 
     Attributes:
+        name: the operator.
+        stream: where it runs.
         after: numbers of earlier works on other streams that it waits for.
         operations: of a matrix product.
         num_bytes: that a kernel reads and writes, or that one rank contributes to a collective.
@@ -139,7 +141,13 @@ class Recording:
 
 
 def tasks_of(recording: Recording, cluster: Cluster, scale: Scale) -> list[Task]:
-    """Return a recording as tasks of a cluster, two for each work: its start takes no time, and others can wait for it."""
+    """Return a recording as tasks, two for each work: its start takes no time, and others can wait for it.
+
+    Args:
+        recording: of a rank.
+        cluster: whose rates the tasks take.
+        scale: from the recorded sizes to the true ones.
+    """
     stages = StageMaker(cluster)
     tasks: list[Task] = []
     last_of: dict[str, int] = {}

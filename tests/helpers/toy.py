@@ -219,11 +219,14 @@ def gathered_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def local_gradients(
     weights: dict[str, torch.Tensor], reference: nn.Module, rank: int, step: int = 0, loss: Loss = loss_of
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's own gradients, before any reduction. Rank and step set the tokens.
+    """Return this rank's own gradients, before any reduction.
 
     Args:
         weights: by name. The gradients are computed in their dtype.
         reference: an unsharded model, which takes the weights.
+        rank: sets the tokens.
+        step: sets the tokens.
+        loss: the loss.
     """
     dtype = next(iter(weights.values())).dtype
     reference.to(dtype).load_state_dict(weights, strict=False)

@@ -111,7 +111,10 @@ def limit_of(fault: Fault) -> float:
 def reference(fault: Fault, models: str, *, resumes: bool = False) -> list[End]:
     """Return the ends of an unbroken run of a fault's job, by rank.
 
-    With ``resumes`` the run that has ended is started again from its last checkpoint. The Trainer then makes one step more.
+    Args:
+        fault: whose job.
+        models: where its models are.
+        resumes: whether the run that has ended is started again from its last checkpoint. The Trainer then makes one step more.
     """
     job = dataclasses.replace(fault, seed=0, blow="", point="", fraction=0.0, spare=0, rank=0)
     return _reference(job, models, resumes)
