@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,13 +20,14 @@ from transformers import (
     AutoModelForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Trainer,
     set_seed,
 )
 from transformers.distributed import DistributedConfig
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.traffic import GATHER_CROSS
+from hf_zeropp.traffic import GATHER_CROSS, total
 
 WORLD, FOUR_NODES = 8, {"ranks_per_node": 2}
 MESHES = {
@@ -54,43 +57,50 @@ def allow_parallelism_on_cpu() -> None:
     ParallelismConfig.build_device_mesh = lambda self, device_type: build(self, "cpu")
 
 
-def loaded(saved: str, mesh: dict):
+def loaded(saved: str, mesh: str):
     """Return a saved model, which Transformers shards over the mesh while it loads it."""
-    return AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**mesh))
+    config = DistributedConfig(**(MESHES | EXPERT_MESHES)[mesh])
+    return AutoModelForCausalLM.from_pretrained(saved, distributed_config=config)
 
 
-def trained(folder: str, zeropp, model, **arguments):
-    """Train a model that is sharded already, in steps of two micro-steps. Return its Trainer."""
-    usual = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
-    trainer = build_trainer(folder, zeropp, model=model, **(usual | arguments))
-    trainer.train()
-    return trainer
+def compare_ways(
+    folder: str,
+    new_model: Callable[[], torch.nn.Module],
+    check: Callable[[Trainer, ZeroPPHandle], None],
+    rounding: float = 1e-6,
+    **arguments,
+) -> None:
+    """Train a model for three steps in each of ``WAYS``, compare losses with stock, and check each Trainer under ZeRO++.
 
-
-def counted_and_predicted(trainer, micro_steps: int = 2) -> tuple[dict, dict]:
-    """Return by collective the bytes of three steps across nodes and within them: as counted, and as predicted."""
-    handle = callback_of(trainer).handle
-    counted = {name: (count.cross_node, count.intra_node) for name, count in handle.traffic.counts.items()}
-    predicted = handle.predict(micro_steps).items()
-    return counted, {name: (3 * each.cross_node, 3 * each.intra_node) for name, each in predicted}
-
-
-def train_each(rank: int, folder: str, saved: str, mesh: dict, ways: dict) -> dict[str, tuple]:
-    allow_parallelism_on_cpu()
+    Args:
+        folder: for the Trainer.
+        new_model: makes the model, sharded or not.
+        check: is called with each Trainer that ran under ZeRO++, and the handle.
+        rounding: of losses when nothing is quantized.
+        arguments: of ``build_trainer``.
+    """
     found = {}
-    for name, (zeropp, switch) in ways.items():
+    for way, (zeropp, switch) in WAYS.items():
         with mock.patch.dict("os.environ", {"ZEROPP_ENABLED": switch}):
-            model = loaded(saved, mesh)
-            assert any(isinstance(module, FSDPModule) for module in model.modules())
-            trainer = trained(folder, zeropp, model)
+            trainer = build_trainer(folder, zeropp, model=new_model(), max_grad_norm=0.0, max_steps=3, **arguments)
+            trainer.train()
+        found[way] = losses(trainer)
         handle = callback_of(trainer).handle
-        counted = predicted = None
         if handle is not None and handle.is_active:
-            counted, predicted = counted_and_predicted(trainer)
-            # Experts that are whole on one rank are not sharded: there is nothing to gather.
-            assert num_fsdp2_gathers(model) == (2 if mesh.get("ep_size") == WORLD else 0)
-        found[name] = losses(trainer), counted, predicted
-    return found
+            check(trainer, handle)
+    assert found["off"] == found["stock"]
+    assert found["unquantized"] == pytest.approx(found["stock"], rel=rounding)
+    assert found["defaults"] == pytest.approx(found["stock"], rel=0.01) and found["defaults"] != found["stock"]
+
+
+def check_bytes(trainer: Trainer, handle: ZeroPPHandle) -> None:
+    """Check that as many bytes crossed nodes, and moved within them, in three steps as were predicted."""
+    predicted = handle.predict(trainer.args.gradient_accumulation_steps)
+    assert handle.traffic.counts == {name: each.times(3) for name, each in predicted.items()}
+
+
+SHARDED_AT_LOAD = {"fsdp": None, "gradient_accumulation_steps": 2}
+"""Arguments of ``build_trainer`` for a model that is sharded already."""
 
 
 def tiny_experts() -> Qwen3MoeForCausalLM:
@@ -114,121 +124,102 @@ def tiny_experts() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, moe_intermediate_size=32, num_experts=8))
 
 
-def train_adapters(rank: int, folder: str, saved: str) -> dict[str, tuple]:
+def train_adapters(rank: int, folder: str, saved: str) -> None:
     allow_parallelism_on_cpu()
-    found = {}
-    for name in ("stock", "unquantized", "defaults"):
-        model = loaded(saved, EXPERT_MESHES["ep across nodes"])
+
+    def new_model() -> torch.nn.Module:
+        model = loaded(saved, "ep across nodes")
         set_seed(0)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        trainer = trained(folder, WAYS[name][0], model)
-        adapters = torch.cat([param.detach().flatten() for param in model.parameters() if param.requires_grad])
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    def check(trainer: Trainer, handle: ZeroPPHandle) -> None:
+        trained = [param.detach().flatten() for param in trainer.model.parameters() if param.requires_grad]
+        adapters = torch.cat(trained)
         of_ranks = [torch.empty_like(adapters) for _ in range(WORLD)]
         dist.all_gather(of_ranks, adapters)
-        handle = callback_of(trainer).handle
-        crossings = None if handle is None else handle.traffic.counts[GATHER_CROSS].calls
-        units = None if handle is None else len(handle.gathers)
-        is_equal = all(torch.equal(adapters, other) for other in of_ranks)
-        found[name] = losses(trainer), is_equal, crossings, units
-    return found
+        assert all(torch.equal(adapters, other) for other in of_ranks)
+        assert handle.traffic.counts[GATHER_CROSS].calls == len(handle.gathers) > 0
+
+    compare_ways(folder, new_model, check, rounding=1e-5, **SHARDED_AT_LOAD)
 
 
 @pytest.mark.thorough
 def test_adapters_beside_frozen_experts(tmp_path):
     """PEFT adds them to a model that was sharded at load: the base crosses nodes once, and adapters are whole on every rank."""
-    saved = str(tmp_path / "model")
-    tiny_experts().save_pretrained(saved)
-    for found in run_ranks(train_adapters, WORLD, str(tmp_path), saved, limit_s=300):
-        stock = found["stock"][0]
-        for way, bound in (("unquantized", 1e-5), ("defaults", 0.01)):
-            own, is_equal, crossings, units = found[way]
-            assert own == pytest.approx(stock, rel=bound) and is_equal
-            assert crossings == units > 0
+    saved = saved_model(tmp_path, "ep across nodes")
+    run_ranks(train_adapters, WORLD, str(tmp_path), saved, limit_s=300)
 
 
-def train_on_parts_of_sequences(rank: int, folder: str) -> dict[str, tuple]:
+def train_on_parts_of_sequences(rank: int, folder: str) -> None:
     """Train with context parallelism, in which a rank attends to its own part of a sequence alone.
 
     PyTorch's attention for it runs on GPUs alone.
     """
     allow_parallelism_on_cpu()
     AttentionInterface.register("sdpa", eager_attention_forward)
-    found = {}
-    for name in ("stock", "unquantized", "defaults"):
-        trainer = build_trainer(
-            folder,
-            WAYS[name][0] and WAYS[name][0] | {"ranks_per_node": 2},
-            model=tiny_model(attn_implementation="sdpa"),
-            parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2),
-            max_steps=3,
-            max_grad_norm=0.0,
-        )
-        trainer.train()
-        handle = callback_of(trainer).handle
-        found[name] = losses(trainer), handle and (*counted_and_predicted(trainer, 1), handle.topology.ranks)
-    return found
+
+    def check(trainer: Trainer, handle: ZeroPPHandle) -> None:
+        assert handle.topology.ranks == (0, 1, 2, 3)
+        check_bytes(trainer, handle)
+
+    parallelism = ParallelismConfig(dp_shard_size=2, cp_size=2)
+    compare_ways(folder, lambda: tiny_model(attn_implementation="sdpa"), check, parallelism_config=parallelism)
 
 
 @pytest.mark.thorough
 def test_context_parallelism_of_accelerate(tmp_path):
     """ZeRO++ runs over all ranks, since Accelerate shards over "dp_shard" and "cp" together."""
-    for found in run_ranks(train_on_parts_of_sequences, 4, str(tmp_path)):
-        for way, bound in (("unquantized", 1e-6), ("defaults", 0.01)):
-            own, (counted, predicted, ranks) = found[way]
-            assert own == pytest.approx(found["stock"][0], rel=bound) and ranks == (0, 1, 2, 3)
-            assert counted == predicted
+    run_ranks(train_on_parts_of_sequences, 4, str(tmp_path))
 
 
-def test_accelerate_leaves_sequence_parallelism_to_deepspeed():
+def test_what_other_libraries_refuse():
     """The guide says so by these words."""
     with pytest.raises(ValueError, match=r"sp_backend must be one of \['deepspeed'\], but got torch"):
         ParallelismConfig(sp_size=2, sp_backend="torch")
-
-
-def test_transformers_refuses_stages_beside_shards():
-    """The guide says so by these words."""
     with pytest.raises(ValueError, match="Combining FSDP with pipeline parallelism is not supported yet"):
         DistributedConfig(pp_size=2, fsdp_size=2)
+
+
+def saved_model(folder: Path, mesh: str) -> str:
+    path = str(folder / "model")
+    (tiny_experts() if mesh in EXPERT_MESHES else tiny_model()).save_pretrained(path)
+    return path
+
+
+def train_sharded_at_load(rank: int, folder: str, saved: str, mesh: str) -> None:
+    allow_parallelism_on_cpu()
+
+    def check(trainer: Trainer, handle: ZeroPPHandle) -> None:
+        check_bytes(trainer, handle)
+        # Experts that are whole on one rank are not sharded: there is nothing to gather.
+        assert num_fsdp2_gathers(trainer.model) == (2 if mesh == "whole experts" else 0)
+        moved = total(handle.traffic.counts.values())
+        # Where tensor parallelism takes a node, none of the ranks that hold the same part is beside another.
+        assert moved.cross_node > 0 and (moved.intra_node > 0) == ("tp" not in mesh)
+        assert ("reduce, replicas" in handle.traffic.counts) == ("dp_replicate" in mesh)
+
+    def new_model() -> torch.nn.Module:
+        model = loaded(saved, mesh)
+        assert any(isinstance(module, FSDPModule) for module in model.modules())
+        return model
+
+    compare_ways(folder, new_model, check, **SHARDED_AT_LOAD)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [*MESHES, *EXPERT_MESHES])
 def test_model_sharded_at_load(tmp_path, mesh):
-    saved = str(tmp_path / "model")
-    (tiny_experts() if mesh in EXPERT_MESHES else tiny_model()).save_pretrained(saved)
-    settings = (MESHES | EXPERT_MESHES)[mesh]
-    for found in run_ranks(train_each, WORLD, str(tmp_path), saved, settings, WAYS, limit_s=300):
-        stock = found["stock"][0]
-        assert found["off"][0] == stock
-        assert found["unquantized"][0] == pytest.approx(stock, rel=1e-6)
-        assert found["defaults"][0] == pytest.approx(stock, rel=0.01) and found["defaults"][0] != stock
-        for way in ("unquantized", "defaults"):
-            _, counted, predicted = found[way]
-            assert counted == predicted
-            across, within = (sum(each) for each in zip(*counted.values(), strict=True))
-            # Where tensor parallelism takes a node, none of the ranks that hold the same part is beside another.
-            assert across > 0 and (within > 0) == ("tp" not in mesh)
-            assert ("reduce, replicas" in counted) == ("dp_replicate" in mesh)
-            # Of what runs in passes only other parallelism, and units that stay FSDP2's, are not this package's.
+    run_ranks(train_sharded_at_load, WORLD, str(tmp_path), saved_model(tmp_path, mesh), mesh, limit_s=300)
 
 
-KINDS = MESHES | {"fsdp x ep": EXPERT_MESHES["ep across nodes"]}
-
-
-def saved_model(folder: str, mesh: str) -> str:
-    path = f"{folder}/model"
-    (tiny_experts() if "ep" in mesh.split(" x ") else tiny_model()).save_pretrained(path)
-    return path
-
-
-def sharded_at_load(saved: str, mesh: dict) -> tuple[torch.nn.Module, ZeroPPHandle]:
+def sharded_at_load(saved: str, mesh: str) -> tuple[torch.nn.Module, ZeroPPHandle]:
     model = loaded(saved, mesh)
     return model, apply_zeropp(model, FOUR_NODES)
 
 
-def loss_of(model: torch.nn.Module, rank: int, mesh: dict, step: int = 0) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, rank: int, mesh: str, step: int = 0) -> torch.Tensor:
     """Return the loss of tokens that the ranks of one tensor-parallel group have in common."""
-    generator = torch.Generator().manual_seed(1000 * step + rank // mesh.get("tp_size", 1))
+    generator = torch.Generator().manual_seed(1000 * step + (rank // 2 if "tp" in mesh else rank))
     tokens = torch.randint(3, VOCAB, (2, 16), generator=generator)
     return model(input_ids=tokens, labels=tokens).loss
 
@@ -237,7 +228,7 @@ def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(weight).detach().clone() for name, weight in model.state_dict().items()}
 
 
-def save_and_load(rank: int, folder: str, saved: str, mesh: dict) -> None:
+def save_and_load(rank: int, folder: str, saved: str, mesh: str) -> None:
     """Full weights that were saved behind a step are those of the ranks, and a model of them goes on from there."""
     model, handle = sharded_at_load(saved, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -260,6 +251,6 @@ def save_and_load(rank: int, folder: str, saved: str, mesh: dict) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh", KINDS)
+@pytest.mark.parametrize("mesh", [*MESHES, "ep across nodes"])
 def test_full_weights_are_saved_and_loaded(tmp_path, mesh):
-    run_ranks(save_and_load, WORLD, str(tmp_path), saved_model(str(tmp_path), mesh), KINDS[mesh], limit_s=300)
+    run_ranks(save_and_load, WORLD, str(tmp_path), saved_model(tmp_path, mesh), mesh, limit_s=300)
