@@ -1,8 +1,8 @@
 """The command line: its help, launching with a zeropp_config block or a file, and the table of ``hf-zeropp env``."""
 
+import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from harness import free_port
 
 from hf_zeropp import cli
 from hf_zeropp.compat import TESTED
@@ -72,47 +73,44 @@ def own_environment():
         yield
 
 
-def launch(command: list[str], folder: Path, **environ: str) -> dict:
-    """Run SCRIPT under a launcher and return the facts its first rank wrote."""
-    (folder / "script.py").write_text(SCRIPT)
-    facts = folder / "facts.json"
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ZEROPP_", "ACCELERATE_"))}
-    with socket.socket() as free:  # another job on this machine may hold the launcher's default port
-        free.bind(("127.0.0.1", 0))
-        command = [*command, "--main_process_port", str(free.getsockname()[1])]
-    result = subprocess.run(
-        [*command, str(folder / "script.py"), str(facts), "--steps", "3"],
-        env=inherited | environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(facts.read_text())
+@pytest.fixture
+def jobs(tmp_path, monkeypatch) -> list[tuple[argparse.Namespace, ZeroPPConfig]]:
+    """The arguments and the settings of the jobs that Accelerate would start, in a folder that has a script."""
+    started = []
+    for name in ("multi_gpu_launcher", "simple_launcher"):
+        start = "accelerate.commands.launch." + name
+        monkeypatch.setattr(start, lambda args: started.append((args, ZeroPPConfig.from_env())))
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").touch()
+    return started
 
 
-def write_yaml(path: Path, content: dict) -> str:
-    path.write_text(yaml.safe_dump(content))
-    return str(path)
+def launch(change: dict, *flags: str) -> None:
+    """Launch the script, with a config file that differs from ``ACCELERATE``."""
+    Path("config.yaml").write_text(yaml.safe_dump(ACCELERATE | change))
+    cli.main(["launch", "--config_file", "config.yaml", *flags, "script.py"])
 
 
 @pytest.mark.thorough
 def test_launch_takes_the_zeropp_block_and_delegates_the_rest(tmp_path) -> None:
-    config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "zeropp_config": SETTINGS})
-    facts = launch([sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", config], tmp_path)
-    assert facts["bits"] == [4, 8] and facts["active"] and facts["cross"] > 0
-    assert facts["argv"] == ["--steps", "3"] and facts["precision"] == "bf16"
-    assert facts["kept"] < 2**20, "memory of gathered weights does not go back to the system"
+    config, script, facts = (tmp_path / name for name in ("config.yaml", "script.py", "facts.json"))
+    config.write_text(yaml.safe_dump(ACCELERATE | {"zeropp_config": SETTINGS}))
+    script.write_text(SCRIPT)
+    # Another job on this machine may hold the launcher's default port.
+    command = [sys.executable, "-m", "hf_zeropp.cli", "launch", "--main_process_port", str(free_port())]
+    command += ["--config_file", str(config), str(script), str(facts), "--steps", "3"]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    told = json.loads(facts.read_text())
+    assert told["bits"] == [4, 8] and told["active"] and told["cross"] > 0
+    assert told["argv"] == ["--steps", "3"] and told["precision"] == "bf16"
+    assert told["kept"] < 2**20, "memory of gathered weights does not go back to the system"
 
 
-def test_an_empty_zeropp_block_means_the_defaults(tmp_path, monkeypatch) -> None:
-    (tmp_path / "script.py").touch()
-    config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "zeropp_config": None})
-    settings = []
-    monkeypatch.setattr(launcher, "launch_command", lambda args: settings.append(ZeroPPConfig.from_env()))
-    cli.main(["launch", "--config_file", config, str(tmp_path / "script.py")])
-    assert settings == [ZeroPPConfig()]
+def test_an_empty_zeropp_block_means_the_defaults(jobs) -> None:
+    launch({"zeropp_config": None})
+    assert [settings for _, settings in jobs] == [ZeroPPConfig()]
 
 
 @pytest.mark.parametrize(
@@ -124,46 +122,28 @@ def test_an_empty_zeropp_block_means_the_defaults(tmp_path, monkeypatch) -> None
         ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}, True, None),
     ],
 )
-def test_the_threshold_of_malloc_is_set_on_cpu_and_left_to_the_user(
-    tmp_path, monkeypatch, variables, is_cpu, threshold
-) -> None:
-    (tmp_path / "script.py").touch()
-    config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "use_cpu": is_cpu})
-    monkeypatch.setattr(launcher, "launch_command", lambda args: None)
+def test_the_threshold_of_malloc_is_set_on_cpu_and_left_to_the_user(jobs, variables, is_cpu, threshold) -> None:
     os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
     os.environ.update(variables)
-    cli.main(["launch", "--config_file", config, str(tmp_path / "script.py")])
+    launch({"use_cpu": is_cpu})
     assert os.environ.get("MALLOC_MMAP_THRESHOLD_") == threshold
-
-
-@pytest.mark.thorough
-def test_the_stock_launcher_with_a_config_file_variable(tmp_path) -> None:
-    config = write_yaml(tmp_path / "config.yaml", ACCELERATE)
-    zeropp = write_yaml(tmp_path / "zeropp.yaml", SETTINGS)
-    stock = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
-    facts = launch(stock, tmp_path, ZEROPP_CONFIG_FILE=zeropp, ACCELERATE_USE_CPU="true")
-    assert facts["bits"] == [4, 8] and facts["active"] and facts["cross"] > 0
 
 
 @pytest.mark.parametrize(
     ("command", "started"),
     [
-        (["{script}", "--config_file", "of_the_script"], ["{script}", "--config_file", "of_the_script"]),
+        (["script.py", "--config_file", "of_the_script"], ["script.py", "--config_file", "of_the_script"]),
         (["-m", "json.tool", "x"], ["-m", "json.tool", "x"]),
         (["trl", "sft", "--lr", "1"], ["-m", "trl.scripts.sft", "--lr", "1"]),
     ],
 )
-def test_the_default_config_file_is_read_and_the_ranks_run_the_package(tmp_path, monkeypatch, command, started) -> None:
-    script = tmp_path / "script.py"
-    script.touch()
-    jobs = []
-    config = write_yaml(tmp_path / "default.yaml", {**ACCELERATE, "zeropp_config": SETTINGS})
-    monkeypatch.setattr(launcher, "default_config_file", config)
-    monkeypatch.setattr(launcher, "launch_command", lambda args: jobs.append((args, ZeroPPConfig.from_env())))
-    cli.main(["launch", *(word.format(script=script) for word in command)])
-    (args, settings), *_ = jobs
+def test_the_default_config_file_is_read_and_the_ranks_run_the_package(jobs, monkeypatch, command, started) -> None:
+    Path("default.yaml").write_text(yaml.safe_dump(ACCELERATE | {"zeropp_config": SETTINGS}))
+    monkeypatch.setattr(launcher, "default_config_file", "default.yaml")
+    cli.main(["launch", *command])
+    ((args, settings),) = jobs
     assert settings.qgz_bits == 8 and (args.training_script, args.module) == ("hf_zeropp.run", True)
-    assert args.training_script_args == [word.format(script=script) for word in started]
+    assert args.training_script_args == started
 
 
 def under_fsdp(settings: dict) -> dict:
@@ -182,28 +162,22 @@ def under_fsdp(settings: dict) -> dict:
         (under_fsdp({"fsdp_qwz_bits": 4}), "'qwz_bits' stands under `fsdp_config:`"),
     ],
 )
-def test_a_job_without_its_settings_or_its_ranks_does_not_start(tmp_path, monkeypatch, change: dict, said: str) -> None:
-    (tmp_path / "script.py").touch()
-    config = write_yaml(tmp_path / "config.yaml", ACCELERATE | change)
-    start = mock.Mock(side_effect=AssertionError("a job was started"))
-    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", start)
-    monkeypatch.setattr("accelerate.commands.launch.simple_launcher", start)
+def test_a_job_without_its_settings_or_its_ranks_does_not_start(jobs, change: dict, said: str) -> None:
     with pytest.raises(SystemExit, match=said):
-        cli.main(["launch", "--config_file", config, str(tmp_path / "script.py")])
+        launch(change)
+    assert jobs == []
 
 
-def test_flags_and_variables_are_read_before_any_process_starts(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(launcher, "launch_command", mock.Mock(side_effect=AssertionError("a job was started")))
-    config = write_yaml(tmp_path / "config.yaml", ACCELERATE | {"zeropp_config": {}})
+def test_flags_and_variables_are_read_before_any_process_starts(jobs, monkeypatch) -> None:
     with pytest.raises(SystemExit, match="starts one process with --cpu"):
-        cli.main(["launch", "--config_file", config, "--cpu", "script.py"])
-    monkeypatch.setenv("ZEROPP_CONFIG_FILE", "z.yaml")
-    with pytest.raises(SystemExit, match="both ZEROPP_CONFIG_FILE"):
-        cli.main(["launch", "--config_file", config, "script.py"])
-    monkeypatch.delenv("ZEROPP_CONFIG_FILE")
+        launch({}, "--cpu")
     monkeypatch.setenv("ZEROPP_QWZ_BITZ", "8")
     with pytest.raises(SystemExit, match="Did you mean 'ZEROPP_QWZ_BITS'"):
-        cli.main(["launch", "--config_file", config, "script.py"])
+        launch({})
+    monkeypatch.setenv("ZEROPP_CONFIG_FILE", "z.yaml")
+    with pytest.raises(SystemExit, match="both ZEROPP_CONFIG_FILE"):
+        launch({"zeropp_config": {}})
+    assert jobs == []
 
 
 @pytest.mark.parametrize(
@@ -233,25 +207,23 @@ def test_env_tells_versions_kernels_and_settings(capsys, monkeypatch) -> None:
     assert any("qgz_bits" in line and "8" in line for line in shown.splitlines())
 
 
-def test_version(capsys) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert capsys.readouterr().out.startswith("hf-zeropp ")
-
-
-def test_help_of_launch_tells_of_settings(capsys) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["launch", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith("usage: hf-zeropp launch ")
-    for word in ("ZeRO++", "`zeropp_config:`", "ZEROPP_CONFIG_FILE", "ZEROPP_ENABLED=0", "--num_processes"):
-        assert word in shown
-
-
-@pytest.mark.parametrize("command", [[], ["estimate"], ["env"]], ids=lambda command: " ".join(command))
-def test_help_is_in_sentences(capsys, monkeypatch, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["--version"], ["hf-zeropp "]),
+        (["--help"], ["{launch,tune,env,estimate,bench-network}"]),
+        (["estimate", "--help"], ["usage: hf-zeropp estimate "]),
+        (["env", "--help"], ["usage: hf-zeropp env "]),
+        (["launch", "--help"], ["usage: hf-zeropp launch ", "`zeropp_config:`", "ZEROPP_ENABLED=0", "--num_processes"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_help_is_in_sentences(capsys, monkeypatch, command: list[str], words: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # one line per option
     with pytest.raises(SystemExit, match="0"):
-        cli.main([*command, "--help"])
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and "  " in line.strip()]
-    assert all(line.endswith(".") or "show this help message" in line for line in shown), shown
+        cli.main(command)
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in words), shown
+    options = [line for line in shown.splitlines() if line.startswith("  ") and "  " in line.strip()]
+    if command[0] != "launch":  # whose options are Accelerate's
+        assert all(line.endswith(".") or "show this help message" in line for line in options), options
