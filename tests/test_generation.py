@@ -19,14 +19,14 @@ from frozen_runs import (
     tiny_llama,
     with_adapter,
 )
-from harness import run_ranks, selected
+from harness import each_case, run_ranks
 from rollout_runs import train_step
 
 from hf_zeropp import compat
 from hf_zeropp.comm.agreement import Agreement
 from hf_zeropp.generation import generation_mode
 from hf_zeropp.sizes import parse_bytes
-from hf_zeropp.traffic import GATHER_CROSS, GATHER_FROZEN, GATHER_NODE
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_FROZEN, GATHER_NODE, Bytes, total
 
 WAYS = {
     "greedy": {"do_sample": False},
@@ -54,45 +54,58 @@ def generate(model, rank: int, **way) -> torch.Tensor:
     )
 
 
-def run_setups(rank: int, names: list[str]) -> dict[str, dict]:
-    results = {}
-    for name in names:
-        has_adapter, zeropp = SETUPS[name]
-        results[name] = run_setup(rank, has_adapter, zeropp)
-        reset_accelerate()
-    return results
+def run_setups(rank: int, names: list[str]) -> None:
+    each_case(names, lambda name: run_setup(rank, name))
 
 
-def run_setup(rank: int, has_adapter: bool, zeropp: dict) -> dict:
+def run_setup(rank: int, name: str) -> None:
+    """Tokens are those of the unsharded model, and nothing crosses nodes after the first one."""
+    has_adapter, zeropp = SETUPS[name]
     model = tiny_llama(tie_word_embeddings=not has_adapter)
     model = with_adapter(model) if has_adapter else model
     reference = packed_copy(model, zeropp.get("frozen_bits"))
     accelerator, plugin, model, optimizer = prepare(model, **zeropp)
     with groups_of_questions() as groups:  # the first forward of all is one of `generate`
-        same = {
-            name: torch.equal(generate(model, rank, **way), generate(reference, rank, **way))
-            for name, way in WAYS.items()
-        }
+        for way in WAYS.values():
+            assert torch.equal(generate(model, rank, **way), generate(reference, rank, **way)), way
+    greedy = generate(reference, rank, do_sample=False)
     traffic = plugin.handle_of(model).traffic
+    traffic.reset()
+    generate(model, rank, do_sample=False)
+    later = traffic.counts
 
-    def counted(action) -> dict[str, tuple[int, int]]:
-        traffic.reset()
-        action()
-        return {collective: (count.calls, count.cross_node) for collective, count in traffic.counts.items()}
+    traffic.reset()
+    with generation_mode(model, memory_budget="1GB"):
+        with pytest.raises(ValueError, match="outermost"), generation_mode(model, memory_budget="2GB"):
+            pass
+        for _ in range(2):
+            assert torch.equal(generate(model, rank, do_sample=False), greedy)
+    budget = traffic.counts
 
-    def with_budget() -> None:
-        with generation_mode(model, memory_budget="1GB"):
-            with pytest.raises(ValueError, match="outermost"), generation_mode(model, memory_budget="2GB"):
-                pass
-            same["budget"] = torch.equal(
-                generate(model, rank, do_sample=False), generate(reference, rank, do_sample=False)
-            )
-            generate(model, rank, do_sample=False)
+    if name == "lora, no secondary":
+        assert set(groups) == {4}, "without secondary shards the world goes on together"
+    else:
+        assert total([*later.values(), *budget.values()]).cross_node == 0
+        assert groups[0] == 4, "all ranks agree on the weights when generation begins"
+        of_node = 1 if "replicas" in name else 2
+        assert set(groups) == {of_node, 4}
+        assert groups.count(of_node) > groups.count(4), "the node's ranks alone ask whether to go on"
 
-    later, budget = counted(lambda: generate(model, rank, do_sample=False)), counted(with_budget)
     train_step(accelerator, model, optimizer, seed=rank)
-    updated = counted(lambda: generate(model, rank, do_sample=False))
-    return {"same": same, "groups": groups, "later": later, "budget": budget, "updated": updated}
+    traffic.reset()
+    generate(model, rank, do_sample=False)
+    if name == "lora 4 bits":
+        check_what_crosses(traffic.counts, later, budget)
+    reset_accelerate()
+
+
+def check_what_crosses(updated: dict[str, Bytes], later: dict[str, Bytes], budget: dict[str, Bytes]) -> None:
+    """Trained weights cross nodes once behind an update, the frozen base never again. A memory budget gathers once."""
+    assert updated[GATHER_CROSS].calls == 2 and updated[GATHER_CROSS].cross_node > 0  # two blocks hold adapters
+    assert updated[GATHER_FROZEN].cross_node == 0
+    assert updated[GATHER_NODE].calls > 2 * updated[GATHER_CROSS].calls
+    assert budget[GATHER_FROZEN].calls == 4  # embedding, two blocks, and norm with head
+    assert later[GATHER_FROZEN].calls > 4
 
 
 @contextlib.contextmanager
@@ -112,50 +125,13 @@ def groups_of_questions() -> Iterator[list[int]]:
         yield sizes
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
-    """The results of each rank, by the name of the setup, for the setups that this run of pytest has selected."""
-    return run_ranks(run_setups, 4, selected(request, "setup"))
+MAIN = ["lora 4 bits", "full"]
 
 
-@pytest.mark.thorough("lora, no secondary", "lora 16 bits", "lora 4 bits in replicas")
-@pytest.mark.parametrize("setup", SETUPS)
-def test_tokens_are_those_of_the_unsharded_model(results, setup):
-    for rank in results:
-        assert all(rank[setup]["same"].values()), rank[setup]["same"]
-
-
-@pytest.mark.thorough("lora 16 bits", "lora 4 bits in replicas")
-@pytest.mark.parametrize("setup", [setup for setup in SETUPS if "no secondary" not in setup])
-def test_nothing_crosses_nodes_after_the_first_token(results, setup):
-    for rank in results:
-        groups = rank[setup]["groups"]
-        assert groups[0] == 4, "all ranks agree on the weights when generation begins"
-        of_node = 1 if "replicas" in setup else 2
-        assert set(groups) == {of_node, 4} and groups.count(of_node) > groups.count(4), (
-            "the node's ranks alone ask whether to go on"
-        )
-        assert all(cross == 0 for _, cross in rank[setup]["later"].values())
-        assert all(cross == 0 for _, cross in rank[setup]["budget"].values())
-
-
-@pytest.mark.parametrize("setup", ["lora 4 bits"])
-def test_an_update_crosses_once_and_a_memory_budget_gathers_once(results, setup):
-    """Trained weights cross nodes once behind an update. The frozen base never crosses again."""
-    for rank in results:
-        updated = rank[setup]["updated"]
-        assert updated[GATHER_CROSS][0] == 2 and updated[GATHER_CROSS][1] > 0  # two blocks hold adapters
-        assert updated[GATHER_FROZEN][1] == 0
-        assert updated[GATHER_NODE][0] > 2 * updated[GATHER_CROSS][0]
-        assert rank[setup]["budget"][GATHER_FROZEN][0] == 4  # embedding, two blocks, and norm with head
-        assert rank[setup]["later"][GATHER_FROZEN][0] > 4
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("setup", ["lora, no secondary"])
-def test_without_secondary_shards_the_world_goes_on_together(results, setup):
-    for rank in results:
-        assert set(rank[setup]["groups"]) == {4}
+@pytest.mark.thorough("the others")
+@pytest.mark.parametrize("are_main", [True, False], ids=["the main setups", "the others"])
+def test_tokens_are_those_of_the_unsharded_model_and_cross_nodes_once(are_main):
+    run_ranks(run_setups, 4, [name for name in SETUPS if (name in MAIN) == are_main])
 
 
 def test_memory_budgets():
