@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from frozen_runs import prepare, reset_accelerate
-from harness import run_ranks
+from harness import each_case, run_ranks
 from peft import LoraConfig, get_peft_model
 from rollout_runs import (
     LORA,
@@ -99,7 +99,7 @@ class Generation(VLLMGeneration):
         return prompts, completions, [[[0.0] for _ in row] for row in completions], None
 
 
-def train(rank: int, folder: str, model: str) -> dict:
+def train(rank: int, folder: str, model: str) -> None:
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer import grpo_trainer
 
@@ -109,29 +109,24 @@ def train(rank: int, folder: str, model: str) -> dict:
     trainer = GRPOTrainer(
         model, distinct_tokens, args=config, train_dataset=prompt_data(), callbacks=[ZeroPPCallback()]
     )
-    first = {name: weight.clone() for name, weight in trainer.vllm_generation.engine.weights.items()}
+    generation = trainer.vllm_generation
+    first = {name: weight.clone() for name, weight in generation.engine.weights.items()}
     trainer.train()
-    handle, engine = callback_of(trainer).handle, trainer.vllm_generation.engine
+    assert generation.wrong == [] and generation.engine.cache_resets == 3
+    assert not any(torch.equal(first[name], weight) for name, weight in generation.engine.weights.items())
+
+    handle = callback_of(trainer).handle
     predicted = sum(count.cross_node for count in handle.predict(1).values()) * handle.traffic.ranks_per_node
-    return {
-        "wrong": trainer.vllm_generation.wrong,
-        "syncs": engine.cache_resets,
-        "unchanged": [name for name in first if torch.equal(first[name], engine.weights[name])],
-        "bytes": (handle.traffic.cross_node_bytes, predicted * config.max_steps),
-        "logged": [log for log in trainer.state.log_history if CROSS_NODE in log],
-    }
+    assert handle.traffic.cross_node_bytes == predicted * config.max_steps > 0
+    # The weights cross while the engine is fed, and gradients do not.
+    logs = [log for log in trainer.state.log_history if CROSS_NODE in log]
+    assert logs and all(0 < log[ROLLOUT_CROSS_NODE] < log[CROSS_NODE] for log in logs)
+    assert all(log[ROLLOUT_INTRA_NODE] > 0 for log in logs)
 
 
 @pytest.mark.thorough
 def test_an_unmodified_trainer_feeds_its_engine_without_a_byte_of_its_own(tmp_path):
-    model = save_model(tmp_path / "model")
-    for run in run_ranks(train, 4, str(tmp_path), model):
-        assert run["wrong"] == [] and run["unchanged"] == [] and run["syncs"] == 3
-        counted, of_training_alone = run["bytes"]
-        assert counted == of_training_alone > 0
-        # The weights cross while the engine is fed, and gradients do not.
-        assert run["logged"] and all(0 < log[ROLLOUT_CROSS_NODE] < log[CROSS_NODE] for log in run["logged"])
-        assert all(log[ROLLOUT_INTRA_NODE] > 0 for log in run["logged"])
+    run_ranks(train, 4, str(tmp_path), save_model(tmp_path / "model"))
 
 
 BY_HAND = {
@@ -143,42 +138,36 @@ BY_HAND = {
 }
 
 
-def sync_by_hand(rank: int, folder: str, mode: str) -> dict[str, dict]:
+def sync_by_hand(rank: int, folder: str, mode: str) -> None:
     """Train steps of an Accelerate loop, each followed by TRL's ``sync_weights``."""
     publish_to_vllm(SimpleNamespace(use_vllm=True))
-    found = {}
-    for case, (lora, settings) in BY_HAND.items():
+
+    def check(case: str) -> None:
+        lora, settings = BY_HAND[case]
         model = AutoModelForCausalLM.from_pretrained(folder)
         model = model if lora is None else get_peft_model(model, LoraConfig(**lora))
         accelerator, plugin, model, optimizer = prepare(model, **settings)
         generation = Generation(model, accelerator, None, mode=mode)
         generation.engine.cast(torch.bfloat16 if "mixed_precision" in settings else torch.float32)
         first = {name: weight.clone() for name, weight in generation.engine.weights.items()}
-        crossed = []
         for step in range(2):
             train_step(accelerator, model, optimizer, seed=10 * rank + step)
-            traffic = plugin.handle_of(model).traffic
-            traffic.reset()
+            handle = plugin.handle_of(model)
+            handle.traffic.reset()
             generation.sync_weights()  # and a forward pass
-            crossed.append(traffic.cross_node_bytes)
-        found[case] = {
-            "wrong": generation.wrong,
-            "changed": sum(not torch.equal(first[name], weight) for name, weight in generation.engine.weights.items()),
-            "bytes": (crossed, plugin.handle_of(model).predict(1).get(GATHER_CROSS, Bytes()).cross_node * 2),
-        }
+            one_gather = handle.predict(1).get(GATHER_CROSS, Bytes()).cross_node * 2
+            assert handle.traffic.cross_node_bytes == one_gather and (one_gather > 0) == (case != "one node")
+        has_changed = any(not torch.equal(first[name], each) for name, each in generation.engine.weights.items())
+        assert generation.wrong == [] and has_changed == (mode == "colocate" or rank == 0)
         reset_accelerate()
-    return found
+
+    each_case(BY_HAND, check)
 
 
 @pytest.mark.thorough("server")
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_each_mode_syncs_the_weights_of_the_next_forward(tmp_path, mode):
-    for rank, found in enumerate(run_ranks(sync_by_hand, 4, save_model(tmp_path / "model"), mode)):
-        for case, result in found.items():
-            has_engine = mode == "colocate" or rank == 0
-            assert result["wrong"] == [] and (result["changed"] > 0) == has_engine, (case, result)
-            crossed, one_gather = result["bytes"]
-            assert crossed == [one_gather] * 2 and (one_gather > 0) == (case != "one node"), (case, result)
+    run_ranks(sync_by_hand, 4, save_model(tmp_path / "model"), mode)
 
 
 def test_models_that_are_not_under_zeropp_keep_the_way_of_trl(tmp_path):
@@ -197,23 +186,19 @@ def test_a_trl_without_the_seam_is_refused(monkeypatch):
         publish_to_vllm(SimpleNamespace(use_vllm=True))
 
 
-SERVER = {"vllm_server_base_url": ""}
-
-
-def test_a_trainer_with_a_sync_of_its_own_is_warned_of(caplog):
+def test_trainers_that_feed_an_engine_are_known_and_warned_of_once(caplog):
+    server = SimpleNamespace(vllm_server_base_url="")
+    assert feeds_engine(SimpleNamespace(use_vllm=True)) and feeds_engine(server)
+    assert not feeds_engine(SimpleNamespace()) and not feeds_engine(SimpleNamespace(use_vllm=False))
     model = torch.nn.Linear(2, 2)
-    for args, is_warned in (({}, False), ({"use_vllm": False}, False), ({"use_vllm": True}, True), (SERVER, True)):
-        assert feeds_engine(SimpleNamespace(**args)) == is_warned, args
-    warn_if_unused(SimpleNamespace(**SERVER), model)
-    assert caplog.text.count("gather every weight over all nodes") == 1
+    warn_if_unused(server, model)
     count_as_published(model)
-    warn_if_unused(SimpleNamespace(**SERVER), model)
+    warn_if_unused(server, model)
     assert caplog.text.count("gather every weight over all nodes") == 1
 
 
-def train_with_a_sync_of_its_own(rank: int, folder: str) -> list[list[str]]:
+def train_with_a_sync_of_its_own(rank: int, folder: str) -> None:
     """A Trainer with the attribute by which TRL's asynchronous ones say that a server takes adapters."""
-    said = []
     for sends_adapters in (True, False):
         args = training_arguments(folder, max_steps=1)
         args.vllm_server_base_url = ""
@@ -221,14 +206,12 @@ def train_with_a_sync_of_its_own(rank: int, folder: str) -> list[list[str]]:
         trainer._lora_sync = sends_adapters
         with logged_messages("hf_zeropp.rollouts.trl_sync") as warnings:
             trainer.train()
-        said.append(warnings)
-    return said
+        assert (warnings == []) == (sends_adapters or rank > 0), warnings
 
 
 @pytest.mark.thorough
 def test_a_trainer_that_sends_adapters_alone_is_not_warned_of(tmp_path):
-    adapters, whole = run_ranks(train_with_a_sync_of_its_own, 4, str(tmp_path))[0]
-    assert adapters == [] and "gather every weight over all nodes" in whole[0]
+    run_ranks(train_with_a_sync_of_its_own, 4, str(tmp_path))
 
 
 @pytest.mark.thorough
