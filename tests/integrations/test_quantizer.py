@@ -109,9 +109,8 @@ MEMORY_PROBE = """
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_16_bit_model_is_never_in_memory(tmp_path):
     """Memory the process owns; pages of the checkpoint that the system keeps mapped can be dropped at any time."""
-    model = tiny_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=4096).to(
-        torch.bfloat16
-    )
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
+    model = tiny_llama(**sizes).to(torch.bfloat16)
     dense_bytes = 2 * model.num_parameters()
     model.save_pretrained(tmp_path)
     del model
@@ -124,38 +123,24 @@ def test_the_16_bit_model_is_never_in_memory(tmp_path):
 @pytest.mark.parametrize(
     ("version", "words"), [(None, "an earlier version of hf_zeropp"), (3, "version 3 of hf_zeropp's format")]
 )
-def test_a_packed_checkpoint_of_another_version_is_refused(tmp_path, version, words):
+def test_a_packed_checkpoint_of_another_version_is_refused(packed, version, words):
     """By all that reads one. Earlier versions had other codes in 4 bits, and wrote no version into config.json."""
-    tiny_llama().save_pretrained(tmp_path / "dense")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=ZeroPPQuantConfig(bits=4))
-    packed = tmp_path / "packed"
-    model.save_pretrained(packed)
     config = json.loads((packed / "config.json").read_text())
     settings = config["quantization_config"]
-    assert settings["version"] == 2
-    settings |= {"version": version}
-    if version is None:
-        del settings["version"]
+    assert settings.pop("version") == 2
+    settings |= {} if version is None else {"version": version}
     (packed / "config.json").write_text(json.dumps(config))
-    for read in (
-        lambda: AutoModelForCausalLM.from_pretrained(packed),
-        lambda: pretrained_shape(str(packed)),
-    ):
+    for read in (AutoModelForCausalLM.from_pretrained, pretrained_shape):
         with pytest.raises(ValueError, match=f"packed' was packed by {words}.* Pack the 16-bit checkpoint anew"):
-            read()
-
-
-def test_a_dictionary_of_settings_has_the_default_of_the_config(tmp_path):
-    tiny_llama().save_pretrained(tmp_path)
-    settings = {"quant_method": "zeropp", "bits": 4}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
-    assert type(model.lm_head) is torch.nn.Linear and type(model.model.layers[0].mlp.up_proj) is PackedLinear
+            read(str(packed))
 
 
 def test_a_packed_language_model_gets_a_new_head(tmp_path):
     """A head that the checkpoint does not have is initialized, as over a base in 16 bits, and is a layer that trains."""
     tiny_llama().save_pretrained(tmp_path / "dense")
-    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=ZeroPPQuantConfig(bits=4))
+    settings = {"quant_method": "zeropp", "bits": 4}  # a dictionary has the defaults of the config
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=settings)
+    assert type(packed.lm_head) is torch.nn.Linear and type(packed.model.layers[0].mlp.up_proj) is PackedLinear
     packed.save_pretrained(tmp_path / "packed")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed", num_labels=3)
     assert type(model.score) is torch.nn.Linear and model.score.weight.std() > 0
@@ -276,9 +261,8 @@ def lose_scales(folder: Path) -> None:
 
 
 def rename_a_weight(folder: Path) -> None:
-    store(
-        folder, {name.replace(".up_proj", ".up_proj_new"): each for name, each in load_file(folder / WEIGHTS).items()}
-    )
+    tensors = load_file(folder / WEIGHTS)
+    store(folder, {name.replace(".up_proj", ".up_proj_new"): tensor for name, tensor in tensors.items()})
 
 
 ATTACKS = {
@@ -312,16 +296,13 @@ def test_a_damaged_or_hostile_checkpoint_is_refused(packed, damage, match):
     assert not (packed.parent / "exploded").exists()
 
 
-def test_a_checkpoint_in_two_files_is_read(packed):
+def test_two_files_and_the_links_of_the_hub_cache_are_followed(packed):
     split(packed)
-    AutoModelForCausalLM.from_pretrained(packed)
-
-
-def test_the_links_of_the_hub_cache_are_followed(packed):
     snapshot, blobs = packed.parent / "models--a--b/snapshots/0123", packed.parent / "models--a--b/blobs"
     shutil.copytree(packed, snapshot)
     blobs.mkdir()
     for file in snapshot.iterdir():
         file.rename(blobs / file.name)
         file.symlink_to(f"../../blobs/{file.name}")
-    AutoModelForCausalLM.from_pretrained(snapshot)
+    for folder in (packed, snapshot):
+        AutoModelForCausalLM.from_pretrained(folder)
