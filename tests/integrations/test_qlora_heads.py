@@ -5,7 +5,6 @@ The base is packed while it loads, or while it is sharded. Then it trains, is sa
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import frozen_runs
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from frozen_runs import UNQUANTIZED, VOCAB, packed_copy, reset_accelerate, tiny_llama, tokens, trainable
-from harness import run_ranks
+from harness import each_case, run_ranks
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForSequenceClassification
 
@@ -71,12 +70,15 @@ def generated(model: nn.Module) -> torch.Tensor:
     return model.generate(tokens(num_sequences=2), max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
 
-def run_cases(rank: int, cases: list[tuple[str, bool]], folder: str) -> list[dict[str, float]]:
-    """Returns how far each case is from the unsharded model, in its logits, once trained, once loaded and once published."""
-    return [run(rank, *case, f"{folder}/{index}") for index, case in enumerate(cases)]
+def run_cases(rank: int, cases: list[tuple[str, bool]], folder: str) -> None:
+    def check(case: tuple[str, bool]) -> None:
+        run(rank, *case, f"{folder}/{cases.index(case)}")
+
+    each_case(cases, check)
 
 
-def run(rank: int, name: str, packs_on_load: bool, folder: str) -> dict[str, float]:
+def run(rank: int, name: str, packs_on_load: bool, folder: str) -> None:
+    """Once trained, once loaded and once published, logits are those of the unsharded model."""
     reset_accelerate()
     if rank == 0:
         save_base(name, Path(folder))
@@ -85,7 +87,7 @@ def run(rank: int, name: str, packs_on_load: bool, folder: str) -> dict[str, flo
     reference = packed_copy(model, None if packs_on_load else 4)
     packed = [module for module, _ in packed_modules(reference)]
     assert len(packed) == 14 and all("layers." in module for module in packed), (
-        "all linear layers of the blocks, and no others"
+        "the linear layers of blocks, and no others"
     )
     settings = UNQUANTIZED | ({} if packs_on_load else {"frozen_bits": 4})
     accelerator, plugin, model, optimizer = frozen_runs.prepare(model, **settings)
@@ -95,11 +97,11 @@ def run(rank: int, name: str, packs_on_load: bool, folder: str) -> dict[str, flo
             each(**inputs(name)).loss.backward()
             step.step()
             step.zero_grad()
-    gaps = {"trained": (logits(model, name) - logits(reference, name)).abs().max().item()}
     learned = {key for key, value in reference.state_dict().items() if not torch.equal(value, before[key])}
-    assert len(learned) >= 8 + 1 and all(
-        "lora_" in key or "token" in key or "modules_to_save" in key for key in learned
-    )
+    parts = ("lora_", "token", "modules_to_save")
+    assert len(learned) >= 8 + 1 and all(any(part in key for part in parts) for key in learned)
+    expected = logits(reference, name)
+    torch.testing.assert_close(logits(model, name), expected, atol=1e-5, rtol=0)
 
     merged = {}
     for key, weight in publish_weights(model):
@@ -113,14 +115,13 @@ def run(rank: int, name: str, packs_on_load: bool, folder: str) -> dict[str, flo
     reset_accelerate()
     loaded = PeftModel.from_pretrained(load(name, folder, packs_on_load), f"{folder}/adapter")
     loaded = packed_copy(loaded, None if packs_on_load else 4)
-    gaps["loaded"] = (logits(loaded, name) - logits(reference, name)).abs().max().item()
+    torch.testing.assert_close(logits(loaded, name), expected, atol=1e-5, rtol=0)
 
-    engine = copy.deepcopy(load(name, folder, packs=False))
+    engine = load(name, folder, packs=False)
     engine.load_state_dict(merged, strict=False)
     missing = set(engine.state_dict()) - set(merged)
     assert missing <= ({"lm_head.weight"} if "tied" in name else set()), missing
-    gaps["published"] = (logits(engine, name) - logits(reference, name)).abs().max().item()
-    return gaps
+    torch.testing.assert_close(logits(engine, name), expected, atol=1e-5, rtol=0)
 
 
 # Each case packs the base while it is loaded or while it is sharded, and with ``--all`` in the other way as well.
@@ -131,6 +132,4 @@ WAYS = [(name, index % 2 == 0) for index, name in enumerate(CASES)]
 @pytest.mark.parametrize("is_other", [False, True], ids=["one way", "the other way"])
 def test_heads_and_tokens_train_on_a_base_in_4_bits(tmp_path, is_other):
     cases = [(name, packs_on_load != is_other) for name, packs_on_load in WAYS]
-    for found in run_ranks(run_cases, 4, cases, str(tmp_path)):
-        for case, gaps in zip(cases, found, strict=True):
-            assert max(gaps.values()) < 1e-5, (case, gaps)
+    run_ranks(run_cases, 4, cases, str(tmp_path))
