@@ -89,12 +89,6 @@ for cable in cables:
 """
 
 
-def visible_network() -> tuple[set[str], str]:
-    """Return this machine's interfaces, and its named network namespaces."""
-    named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
-    return set(os.listdir("/sys/class/net")), named
-
-
 def ranks_alive(mark: str) -> list[int]:
     """Return the processes whose environment holds the mark."""
     alive = []
@@ -109,18 +103,20 @@ def ranks_alive(mark: str) -> list[int]:
 
 @pytest.fixture
 def untouched_network():
-    before = visible_network()
+    """This machine's interfaces, and its named network namespaces, are the same behind the test."""
+
+    def visible() -> tuple[set[str], str]:
+        named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+        return set(os.listdir("/sys/class/net")), named
+
+    before = visible()
     yield
-    assert visible_network() == before
+    assert visible() == before
 
 
-def start_cluster(tmp_path: Path, mark: str) -> subprocess.Popen:
-    script = tmp_path / "driver.py"
-    script.write_text(DRIVER.format(benchmarks=str(BENCHMARKS)))
-    environment = os.environ | {"TEST_MARK": mark, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    return subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 # ------------------------------------------------------------------------------------------------------------- stages
@@ -128,9 +124,8 @@ def start_cluster(tmp_path: Path, mark: str) -> subprocess.Popen:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, and this would use it")
 def test_checks_that_need_a_gpu_say_so(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), str(tmp_path)]
     for words, more in (("no CUDA device is visible", []), ("unknown stages ['speed']", ["--only", "speed"])):
-        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = run(BENCHMARKS / "gpu_check.py", tmp_path, *more)
         assert done.returncode == 2 and words in done.stderr
 
 
@@ -187,7 +182,11 @@ def test_a_stage_that_hangs_or_dies_costs_its_own_result_only(tmp_path: Path) ->
 @pytest.mark.parametrize("how", [pytest.param("SIGINT", marks=pytest.mark.long), "SIGTERM", "SIGKILL"])
 def test_nothing_survives_however_it_ends(how: str, tmp_path: Path, untouched_network: None) -> None:
     mark = f"cluster-test-{os.getpid()}-{how}"
-    process = start_cluster(tmp_path, mark)
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.format(benchmarks=str(BENCHMARKS)))
+    environment = os.environ | {"TEST_MARK": mark, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, str(script)], env=environment, **pipes)
     assert process.stdout.readline() == "up\n"
     assert len(ranks_alive(mark)) > 2
     if how == "SIGINT":  # a terminal sends it to the whole group
@@ -208,8 +207,7 @@ def test_a_link_is_as_late_as_it_says_and_keeps_every_byte(tmp_path: Path, untou
     links = ["unlimited+0ms", "200mbit+20ms", "unlimited+2ms"]
     script = tmp_path / "driver.py"
     script.write_text(LATENCIES.format(benchmarks=str(BENCHMARKS), links=links, echo=ECHO))
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = run(script)
     if "needs /dev/net/tun" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -261,27 +259,17 @@ def test_every_study_is_in_the_readme() -> None:
     assert [path.name for path in modules if f"`{path.name}`" not in readme] == []
 
 
-def run_quick(script: str, *flags: str) -> str:
-    result = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), "--quick", *flags],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 @needs_namespaces
 def test_cluster_benchmark(tmp_path: Path, untouched_network: None) -> None:
     """Its own checks: faster than stock at the lowest rate, fewer bytes, interface and accounting within 3 %."""
     output = tmp_path / "cluster.json"
-    shown = run_quick("bench_cluster.py", "--output", str(output), "--variants", "stock", "balanced")
+    quick = [BENCHMARKS / "bench_cluster.py", "--quick", "--output", output, "--variants", "stock", "balanced"]
+    first = run(*quick)
+    assert first.returncode == 0, first.stdout + first.stderr
     study = json.loads(output.read_text())
     assert [cell["variant"] for cell in study["cells"]] == ["stock", "balanced"]
-    assert study["conditions"]["kernels"] in shown
-    assert run_quick("bench_cluster.py", "--output", str(output), "--variants", "stock", "balanced")  # from file
+    assert study["conditions"]["kernels"] in first.stdout
+    assert run(*quick).returncode == 0  # from file
     assert json.loads(output.read_text())["cells"] == study["cells"]
 
 
@@ -301,8 +289,7 @@ def test_a_page_is_written_anew_from_the_file_alone(tmp_path: Path) -> None:
     output = tmp_path / "cluster.json"
     output.write_text((BENCHMARKS.parent / "results" / "pcie.json").read_text())
     before = output.read_bytes()
-    command = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--output", str(output), "--from-file"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = run(BENCHMARKS / "bench_cluster.py", "--output", output, "--from-file")
     assert done.returncode == 0, done.stderr
     assert output.read_bytes() == before
     page = output.with_suffix(".md").read_text()
