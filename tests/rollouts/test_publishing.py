@@ -124,16 +124,11 @@ def tiny_router() -> DeepseekV3ForCausalLM:
     """A model whose experts are chosen by a buffer."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
-    experts = {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    }
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    groups = {"n_group": 1, "topk_group": 1}
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
     dims = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "max_position_embeddings": 64}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=2, **sizes, **heads, **experts, **dims))
+    return DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=2, **sizes, **heads, **experts, **groups, **dims))
 
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -286,14 +281,11 @@ def test_an_adapter_that_changed_its_base_is_published_merged_and_not_alone(init
     torch.testing.assert_close(weights, dict(tiny_llama().state_dict()), atol=1e-5, rtol=1e-5)
 
 
-def test_prompts_are_no_part_of_merged_weights():
+def test_adapters_that_no_published_weight_would_hold_are_refused():
+    """PyTorch's attention has its three projections in one weight of another name."""
     model = with_another_adapter("PROMPT_TUNING", num_virtual_tokens=3, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="got PROMPT_TUNING, which adds inputs"):
         merged_weights(model)
-
-
-def test_an_adapter_that_no_published_weight_would_hold_is_refused():
-    """PyTorch's attention has its three projections in one weight of another name."""
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2)})
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["attention"], init_lora_weights=False))
     with pytest.raises(ValueError, match="got one on attention, which has other weights"):
