@@ -106,22 +106,11 @@ SHARDED_AT_LOAD = {"fsdp": None, "gradient_accumulation_steps": 2}
 def tiny_experts() -> Qwen3MoeForCausalLM:
     """Return a model with eight experts in each of two layers."""
     set_seed(0)
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, moe_intermediate_size=32, num_experts=8))
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **special))
 
 
 def train_adapters(rank: int, folder: str, saved: str) -> None:
