@@ -9,18 +9,11 @@ from datasets import Dataset
 from harness import run_ranks
 from peft import LoraConfig
 from rollout_runs import ONLINE, WORDS, arguments_of_trl, distinct_tokens, tokenizer
+from test_switch import llava
 from torch.distributed.fsdp import FSDPModule
 from toy import logged_messages
 from trainer_runs import TWO_NODES, UNQUANTIZED, callback_of, losses, num_fsdp2_gathers, tiny_model
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    set_seed,
-)
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 from hf_zeropp import ZeroPPCallback, compat, traffic
 
@@ -32,11 +25,6 @@ def phrases(num: int, length: int, seed: int) -> list[str]:
     return [" " + " ".join(WORDS[i] for i in row) for row in ids.tolist()]
 
 
-def arguments(folder: str, zeropp) -> dict:
-    steps = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
-    return arguments_of_trl(folder, zeropp, **steps)
-
-
 def new_model(cls=LlamaForCausalLM, **overrides) -> torch.nn.Module:
     config = tiny_model(**overrides).config
     set_seed(0)
@@ -44,18 +32,14 @@ def new_model(cls=LlamaForCausalLM, **overrides) -> torch.nn.Module:
 
 
 def new_trainer(kind: str, folder: str, zeropp, data: dict[str, list], *models, options=None, **how):
-    """Return TRL's trainer of a kind. A quarter of its data is for evaluation; ``options`` are further ones of its config.
-
-    ``zeropp`` is None for a process without others, and without FSDP2.
-    """
+    """Return TRL's trainer of a kind. A quarter of its data is for evaluation; ``options`` are further ones of its config."""
     import trl
 
     parts = Dataset.from_dict(data).train_test_split(16, shuffle=False)
     how |= {"train_dataset": parts["train"], "eval_dataset": parts["test"], "processing_class": tokenizer()}
-    settings = arguments(folder, zeropp) | ({"fsdp": False, "fsdp_config": None} if zeropp is None else {})
-    args = getattr(trl, f"{kind}Config")(**(settings | (options or {})))
-    callbacks = [] if zeropp is None else [ZeroPPCallback()]
-    return getattr(trl, f"{kind}Trainer")(*models, args=args, callbacks=callbacks, **how)
+    steps = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    args = getattr(trl, f"{kind}Config")(**arguments_of_trl(folder, zeropp, **steps), **(options or {}))
+    return getattr(trl, f"{kind}Trainer")(*models, args=args, callbacks=[ZeroPPCallback()], **how)
 
 
 def sft(folder: str, zeropp):
@@ -90,61 +74,57 @@ def grpo(folder: str, zeropp):
     )
 
 
-def train(rank: int, build, folder: str, zeropp) -> dict:
+def train(folder: str, build, zeropp) -> tuple[list[float], float, list[int]]:
+    """Return the losses, that of an evaluation, and how often the weights of reference models crossed nodes."""
     trainer = build(folder, zeropp)
     callback = callback_of(trainer).attach(trainer)
     trainer.train()
+    assert len(losses(trainer)) == STEPS
     references = [trainer.ref_model] if getattr(trainer, "ref_model", None) is not None else []
-    handles = [handle for handle in (callback.handle, *callback._auxiliary) if handle is not None]
-    crossings = [handle.traffic.counts[traffic.GATHER_CROSS].calls for handle in handles[1:]]
-    return {
-        "losses": losses(trainer),
-        "eval_loss": trainer.evaluate()["eval_loss"],
-        "fsdp2_gathers": sum(num_fsdp2_gathers(model) for model in (trainer.model, *references)),
-        "collectives": [set(handle.traffic.counts) for handle in handles],
-        "reference_crossings": crossings,
-    }
+    counts = [each.traffic.counts for each in (callback.handle, *callback._auxiliary) if each is not None]
+    for collectives in counts:
+        assert traffic.GATHER_CROSS in collectives and traffic.FSDP2_GATHER not in collectives
+    if zeropp is not False:
+        assert counts and sum(num_fsdp2_gathers(model) for model in (trainer.model, *references)) == 0
+    crossings = [collectives[traffic.GATHER_CROSS].calls for collectives in counts[1:]]
+    return losses(trainer), trainer.evaluate()["eval_loss"], crossings
 
 
-def train_each(rank: int, build, folder: str, *settings) -> list[dict]:
-    return [train(rank, build, folder, zeropp) for zeropp in settings]
-
-
-def assert_ours(run: dict) -> None:
-    assert len(run["losses"]) == STEPS
-    assert run["fsdp2_gathers"] == 0
-    assert all(traffic.GATHER_CROSS in names for names in run["collectives"])
-    assert all(traffic.FSDP2_GATHER not in names for names in run["collectives"])
+def train_beside_stock(rank: int, build, folder: str) -> None:
+    (stock, stock_eval, _), (ours, our_eval, crossings) = (train(folder, build, each) for each in (False, TWO_NODES))
+    assert [*ours, our_eval] == pytest.approx([*stock, stock_eval], rel=0.01)
+    assert crossings in ([], [1])  # frozen: crosses once, not once per step
 
 
 @pytest.mark.thorough("sft*", "reward*", "dpo_reference*")
 @pytest.mark.parametrize("build", [sft, dpo_lora, dpo_reference, reward], ids=lambda build: build.__name__)
 def test_offline_trainers(tmp_path, build):
-    stock, ours = run_ranks(train_each, 4, build, str(tmp_path), False, TWO_NODES)[0]
-    assert_ours(ours)
-    assert ours["losses"] == pytest.approx(stock["losses"], rel=0.01)
-    assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], rel=0.01)
-    assert ours["reference_crossings"] in ([], [1])  # frozen: crosses once, not once per step
+    run_ranks(train_beside_stock, 4, build, str(tmp_path))
+
+
+def train_online(rank: int, folder: str) -> None:
+    stock, stock_eval, _ = train(folder, grpo, False)
+    exact, exact_eval, _ = train(folder, grpo, TWO_NODES | UNQUANTIZED)
+    assert exact == pytest.approx(stock, abs=1e-4) and any(stock)
+    assert exact_eval == pytest.approx(stock_eval, abs=1e-3)
+    train(folder, grpo, TWO_NODES)  # samples its own completions: its losses are not comparable
 
 
 @pytest.mark.thorough
 def test_an_online_trainer(tmp_path):
-    settings = (False, TWO_NODES | UNQUANTIZED, TWO_NODES)
-    stock, exact, ours = run_ranks(train_each, 4, grpo, str(tmp_path), *settings)[0]
-    assert_ours(exact)
-    assert_ours(ours)  # samples its own completions: its losses are not comparable
-    assert exact["losses"] == pytest.approx(stock["losses"], abs=1e-4)
-    assert exact["eval_loss"] == pytest.approx(stock["eval_loss"], abs=1e-3)
-    assert any(stock["losses"])
+    run_ranks(train_online, 4, str(tmp_path))
+
+
+def train_beside_a_synced_reference(rank: int, folder: str) -> None:
+    """A synced reference equals the policy, so the next step's loss is that of the first: log 2."""
+    found, _, crossings = train(folder, dpo_synced_reference, TWO_NODES)
+    assert found[2] == pytest.approx(found[0], abs=1e-6) and found[3] != pytest.approx(found[0], abs=1e-6)
+    assert crossings == [2]  # before and after the one sync between two forwards
 
 
 @pytest.mark.thorough
 def test_reference_model_sync_is_seen(tmp_path):
-    """A synced reference equals the policy, so the next step's loss is that of the first: log 2."""
-    run = run_ranks(train, 4, dpo_synced_reference, str(tmp_path), TWO_NODES)[0]
-    assert run["losses"][2] == pytest.approx(run["losses"][0], abs=1e-6)
-    assert run["losses"][3] != pytest.approx(run["losses"][0], abs=1e-6)
-    assert run["reference_crossings"] == [2]  # before and after the one sync between two forwards
+    run_ranks(train_beside_a_synced_reference, 4, str(tmp_path))
 
 
 def train_without_attach(rank: int, folder: str) -> list[str]:
@@ -166,25 +146,12 @@ def vision_gradients(rank: int) -> dict[str, float]:
     """How far the gradients of a vision-language model are from those of the unsharded model, under Accelerate's own plan."""
     from trl.trainer.utils import add_fused_lm_head
 
-    text = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    images = {"image_size": 8, "patch_size": 4, "projection_dim": 32}
-    parts = {"vision_config": CLIPVisionConfig(**vision, **images), "text_config": LlamaConfig(**text)}
-    config = LlavaConfig(**parts, image_token_index=96)
-    models = []
-    for _ in range(2):
-        set_seed(0)
-        models.append(LlavaForConditionalGeneration(config))
-        add_fused_lm_head(models[-1])
-    ids = frozen_runs.tokens().clamp(max=95)
-    ids[:, :4] = 96
-    pixels = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    models = [llava(), llava()]
+    for model in models:
+        add_fused_lm_head(model)
+    ids = frozen_runs.tokens(length=12).clamp(min=6)
+    ids[:, :5] = models[0].config.image_token_index  # four patches, and the image as a whole
+    pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     *_, model, _ = frozen_runs.prepare(models[0], **UNQUANTIZED)
     assert isinstance(model.lm_head, FSDPModule), "the head has a unit of its own"
     for each, part in ((model, slice(rank, rank + 1)), (models[1], slice(None))):
