@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import pytest
 from harness import free_port, run_ranks
-from test_unmodified import LAUNCHED
+from test_unmodified import LAUNCHED, PLAIN, run_script
 
-from hf_zeropp import run
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.integrations.tune import command
 from hf_zeropp.integrations.tune.command import tune
@@ -24,77 +23,33 @@ from hf_zeropp.integrations.tune.report import Search, block, sentence
 from hf_zeropp.integrations.tune.trial import STOCK, Trial, TrialError
 
 STEPS = 8
-ACCELERATE = f"""
-import torch
-from accelerate import Accelerator
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-accelerator = Accelerator(gradient_accumulation_steps=2)
-set_seed(0)
-config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-model = LlamaForCausalLM(config)
-*params, head = model.parameters()
-optimizer, second = torch.optim.AdamW(params, lr=1e-3), torch.optim.AdamW([head], lr=1e-4)
-model, optimizer, second = accelerator.prepare(model, optimizer, second)
-for step in range(2 * {STEPS}):
-    tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(2 * step + accelerator.process_index))
-    with accelerator.accumulate(model):
-        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-        for each in (optimizer, second):
-            each.step()
-            each.zero_grad()
-    with torch.no_grad():
-        model(input_ids=tokens, labels=tokens)
-"""
+ACCELERATE = [str(PLAIN), "--two_optimizers", "--steps", str(STEPS)]
 TRAINER = f"""
-import torch, transformers
-from hf_zeropp import ZeroPPCallback
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        tokens = torch.randint(97, (16,), generator=torch.Generator().manual_seed(index))
-        return {{"input_ids": tokens, "labels": tokens}}
-
-arguments = transformers.TrainingArguments(
-    "unused", max_steps={STEPS}, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="no",
-    report_to="none", learning_rate=1e-3, lr_scheduler_type="constant", use_cpu=True, fsdp=True, fsdp_config={{"zeropp": True}},
-)
-config = transformers.LlamaConfig(
-    vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-)
-transformers.set_seed(0)
-trainer = transformers.Trainer(
-    transformers.LlamaForCausalLM(config), arguments, train_dataset=Data(), callbacks=[ZeroPPCallback()]
-)
-trainer.train()
+from trainer_runs import build_trainer
+build_trainer("unused", True, max_steps={STEPS}, gradient_accumulation_steps=2, learning_rate=1e-3).train()
 """
 
 
 # ------------------------------------------------------------------------------------------------- what ranks record
 
 
-def run_script(rank: int, path: str) -> None:
-    run.main([path])
-
-
-def recorded(folder: Path, script: str, **variables: str) -> list[list[dict[str, Any]]]:
+def recorded(folder: Path, command: list[str], **variables: str) -> list[list[dict[str, Any]]]:
     """Run a script on two nodes of one rank, and return the lines of both ranks."""
     folder.mkdir()
-    (folder / "script.py").write_text(script)
     environment = LAUNCHED | {"ZEROPP_RANKS_PER_NODE": "1", "ZEROPP_RECORD": str(folder)} | variables
-    run_ranks(run_script, 2, str(folder / "script.py"), env=environment, init=False)
+    run_ranks(run_script, 2, command, 2, env=environment, init=False)
     files = [folder / f"rank_{rank}.jsonl" for rank in range(2)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
 @pytest.mark.thorough("trainer")
-@pytest.mark.parametrize("script", [ACCELERATE, TRAINER], ids=["accelerate", "trainer"])
-def test_ranks_record_each_step(tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize("kind", ["accelerate", "trainer"])
+def test_ranks_record_each_step(tmp_path: Path, kind: str) -> None:
     """Two micro-steps are one step, and so are two optimizers; a pass without gradients gives no loss."""
-    ours, stock = recorded(tmp_path / "ours", script), recorded(tmp_path / "stock", script, ZEROPP_ENABLED="0")
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    command = [str(script)] if kind == "trainer" else [*ACCELERATE, "--out", str(tmp_path / "losses.json")]
+    ours, stock = recorded(tmp_path / "ours", command), recorded(tmp_path / "stock", command, ZEROPP_ENABLED="0")
     for lines in (*ours, *stock):
         assert len(lines) == STEPS and all(line["seconds"] > 0 and line["rate"] == 1e-3 for line in lines)
     for line in (line for lines in stock for line in lines):
@@ -106,13 +61,6 @@ def test_ranks_record_each_step(tmp_path: Path, script: str) -> None:
         losses = [[line["loss"] for line in lines] for lines in (mine, its)]
         assert all(abs(one - other) < 0.01 * other for one, other in zip(*losses, strict=True))
         assert losses[0] != losses[1]  # quantized
-
-
-@pytest.mark.thorough
-def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(ACCELERATE)
-    run_ranks(run_script, 2, str(tmp_path / "script.py"), env=LAUNCHED | {"ZEROPP_RANKS_PER_NODE": "1"}, init=False)
-    assert os.listdir(tmp_path) == ["script.py"]
 
 
 # ------------------------------------------------------------------------------------------- trials of recorded figures
@@ -261,17 +209,14 @@ def start_tune(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def torchrun(path: str, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *flags, "-m", "hf_zeropp.run", path]
-
-
 @pytest.mark.thorough
 def test_two_nodes_behind_torchrun(tmp_path: Path) -> None:
     """The same command on each node, one after the other on the same port: all trials meet."""
-    (tmp_path / "script.py").write_text(ACCELERATE)
-    place = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    jobs = [torchrun(str(tmp_path / "script.py"), *place, "--node-rank", str(node)) for node in range(2)]
-    nodes = [start_tune(tmp_path, "--rounds", "1", "--json", *words) for words in jobs]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
+    script = ["-m", "hf_zeropp.run", *ACCELERATE, "--out", "{folder}/losses.json"]
+    flags = ["--rounds", "1", "--json"]
+    nodes = [start_tune(tmp_path, *flags, *launcher, str(node), *script) for node in range(2)]
     said = [node.communicate(timeout=600) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     for found in (json.loads(out) for out, _ in said):
@@ -279,7 +224,7 @@ def test_two_nodes_behind_torchrun(tmp_path: Path) -> None:
         assert all(each["difference"] < 0.01 for each in found["candidates"].values())
         received = {name: each["trials"][0]["received"] for name, each in found["candidates"].items()}
         assert received[STOCK] == 0 < received["min_traffic"] < received["half_model"] < received["balanced"]
-    assert os.listdir(tmp_path) == ["script.py"]
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.thorough("SIGTERM")
