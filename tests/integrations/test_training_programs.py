@@ -15,18 +15,25 @@ import pytest
 import yaml
 from accelerate import Accelerator
 from harness import free_port
-from test_unmodified import save_model_and_data
+from rollout_runs import tokenizer
+from test_trl import phrases
+from trainer_runs import tiny_model
 
 from hf_zeropp.integrations.launch import unmodified
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/configs/axolotl_lora.yaml"
 PLUGIN = "hf_zeropp.integrations.axolotl"
+ON_CPU = Path(__file__).parent / "scripts/axolotl_on_cpu.py"
 
 
 def axolotl_config(folder: Path, zeropp) -> Path:
     """The example, with a tiny model and data, for 2 ranks on CPU."""
-    save_model_and_data(folder)
+    tokenizer().save_pretrained(folder / "model")
+    tiny_model().save_pretrained(folder / "model")
+    lines = [json.dumps({"text": text}) for text in phrases(64, 12, 1)]
+    (folder / "data").mkdir()
+    (folder / "data/train.jsonl").write_text("\n".join(lines))
     config = yaml.safe_load(EXAMPLE.read_text()) | {
         "zeropp": zeropp,
         "base_model": str(folder / "model"),
@@ -49,30 +56,11 @@ def axolotl_config(folder: Path, zeropp) -> Path:
 def train_with_axolotl(folder: Path, zeropp) -> tuple[list[float], str]:
     """Returns the losses, and all that was printed."""
     folder.mkdir()
-    offline = {
-        "HF_HUB_OFFLINE": "1",
-        "AXOLOTL_DO_NOT_TRACK": "1",
-        "WANDB_MODE": "disabled",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
-    command += [str(Path(__file__).parent / "scripts/axolotl_on_cpu.py"), str(axolotl_config(folder, zeropp))]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=folder,
-        env=os.environ | offline | {"HF_HOME": str(folder)},
-    )
+    offline = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled", "HF_HOME": str(folder)}
+    environ = os.environ | offline | {"ACCELERATE_USE_CPU": "true"}
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    command = [sys.executable, *launcher, str(ON_CPU), str(axolotl_config(folder, zeropp))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=folder, env=environ)
     assert result.returncode == 0, result.stderr[-3000:]
     printed = result.stdout + result.stderr
     return [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)], printed

@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 from harness import run_ranks
-from rollout_runs import tokenizer
-from test_trl import phrases
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from trainer_runs import tiny_model
 
 from hf_zeropp import get_handle, run, traffic
 from hf_zeropp.fsdp.sharded_models import find_sharded_modules
@@ -123,14 +120,3 @@ def test_ranks_that_accelerate_does_not_join_stop_before_they_write(tmp_path: Pa
     for rank, said in enumerate(run_ranks(start_without_device, 2, str(tmp_path), env=env, init=False)):
         for message in said:
             assert f"rank {rank} of 2" in message and "export ACCELERATE_USE_CPU=true" in message
-
-
-def save_model_and_data(folder: Path) -> list[str]:
-    """Save a tiny model and texts, and return the flags with which TRL's scripts find them."""
-    words = tokenizer()
-    words.save_pretrained(folder / "model")
-    tiny_model().save_pretrained(folder / "model")
-    lines = [json.dumps({"text": text}) for text in phrases(64, 12, 1)]
-    (folder / "data").mkdir()
-    (folder / "data/train.jsonl").write_text("\n".join(lines))
-    return ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data")]
