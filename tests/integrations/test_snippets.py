@@ -30,15 +30,6 @@ def snippets() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def snippet_with(words: str) -> str:
-    (found,) = [snippet for snippet in snippets() if words in snippet]
-    return found
-
-
-def batches(rank: int, count: int = 4) -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": batch_of(rank, step), "labels": batch_of(rank, step)} for step in range(count)]
-
-
 def begin() -> None:
     """Let Accelerate start as in a fresh process, in a folder that ranks share."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -56,8 +47,9 @@ def loader_of_rows() -> DataLoader:
 
 
 def run(words: str, names: dict[str, Any]) -> dict[str, Any]:
+    (snippet,) = [snippet for snippet in snippets() if words in snippet]
     # The Trainer takes a machine without GPUs for a mistake unless it is told.
-    text = snippet_with(words).replace("bf16=True, ", "bf16=True, use_cpu=True, report_to='none', ")
+    text = snippet.replace("bf16=True, ", "bf16=True, use_cpu=True, report_to='none', ")
     exec(compile(text, f"the snippet with {words}", "exec"), names)
     return names
 
@@ -105,7 +97,8 @@ def scenario_with_lora(rank: int) -> None:
 
 
 def scenario_with_plain_fsdp2(rank: int) -> None:
-    names = run("fully_shard(layer)", {"model": tiny_llama(), "micro_batches": batches(rank)})
+    batches = [{"input_ids": batch_of(rank, step), "labels": batch_of(rank, step)} for step in range(4)]
+    names = run("fully_shard(layer)", {"model": tiny_llama(), "micro_batches": batches})
     assert names["handle"].is_active and names["handle"].traffic.cross_node_bytes > 0
     run("gather.copy.state", names)
 
