@@ -11,6 +11,7 @@ from rich.console import Console
 from toy import EXACT, POLICIES, backward, make_lm, shard, tokens_of, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.traffic import (
     GATHER_CROSS,
     GATHER_NODE,
@@ -39,8 +40,7 @@ def times(predicted: dict[str, Bytes], factor: int) -> dict[str, Bytes]:
 def scenario_counted_is_predicted(rank: int) -> None:
     """Counts and predictions are equal, by collective, in bytes and in calls."""
     settings = [{}, {"hpz_size": None}, {"qwz_bits": None}, {"qwz_bits": 4, "hpz_size": 1}, EXACT, {"overlap": False}]
-    settings += [{"qwz_bits": None, "hpz_size": None}, {"shared_memory": False}]
-    settings += [{"qgz_bits": 3}]
+    settings += [{"qwz_bits": None, "hpz_size": None}, {"shared_memory": False}, {"qgz_bits": 3}]
     # The defaults are first, and run in all three shapes of a step; the other settings in one shape and dtype each, in turn.
     shapes = itertools.cycle([(1, 2), (3, 2), (2, 1)])
     cases = zip([{}, {}, *settings], shapes, itertools.cycle(POLICIES.values()), strict=False)
@@ -55,16 +55,12 @@ def scenario_counted_is_predicted(rank: int) -> None:
         assert (handle.traffic.steps, handle.traffic.micro_steps) == (2, 2 * micro_steps)
 
 
-def a_transformer() -> torch.nn.Module:
-    """Return a model large enough for norms, scales and padding to weigh what they do in a small real one."""
-    return shard(make_lm(depth=4, hidden=128, inner=512), POLICIES["bf16 reduce"])
-
-
 def scenario_three_quarters_of_the_model(rank: int) -> None:
     """The default sends 0.75 M (Y-1)/Y per step, within 4 %: scales are 1.6 %, the rest is norms and padding."""
     sent = {}
     for micro_steps in (1, 4):
-        model = a_transformer()
+        # So large that norms, scales and padding weigh what they do in a small real model.
+        model = shard(make_lm(depth=4, hidden=128, inner=512), POLICIES["bf16 reduce"])
         handle = apply_zeropp(model, NODES)
         steps(model, handle, rank, 2, micro_steps)
         sent[micro_steps] = handle.traffic.cross_node_bytes_per_step
@@ -184,17 +180,14 @@ def test_traffic(scenario):
     SCENARIOS.check(scenario)
 
 
-def run_peers(rank: int) -> tuple[Peers, ...]:
-    from hf_zeropp.comm.topology import get_topology
-
-    topology = get_topology(2, "cpu")
-    whole = torch.distributed.group.WORLD
-    return Peers.of(topology.node_group, 2), Peers.of(topology.cross_group, 2), Peers.of(whole, 2)
+def peers_of_three_nodes(rank: int) -> None:
+    topology, whole = get_topology(2, "cpu"), torch.distributed.group.WORLD
+    groups = topology.node_group, topology.cross_group, whole
+    assert [Peers.of(group, 2) for group in groups] == [Peers(1, 0), Peers(0, 2), Peers(1, 4)]
 
 
 def test_peers_of_three_nodes_of_two():
-    for peers in run_ranks(run_peers, 6):
-        assert peers == (Peers(1, 0), Peers(0, 2), Peers(1, 4))
+    run_ranks(peers_of_three_nodes, 6)
     assert Peers(1, 4).bytes_of(10) == Bytes(1, 10, 40)
 
 
@@ -215,10 +208,8 @@ def test_totals_are_per_node_and_step():
 
 def test_zero3_is_counted_mesh_by_mesh():
     """Dense weights in two replicas of two nodes; experts within a node, of which replicas are averaged; whole experts."""
-    dense, within_node = (
-        MeshBytes(1000, 600, num_nodes=2, num_replicas=2),
-        MeshBytes(400, 200, num_nodes=1, num_replicas=4),
-    )
+    dense = MeshBytes(1000, 600, num_nodes=2, num_replicas=2)
+    within_node = MeshBytes(400, 200, num_nodes=1, num_replicas=4)
     whole = MeshBytes(300, 300, num_nodes=1)
     assert dense.zero3_bytes(3) == 3 * 2600 / 2 + 2 * 300 / 2
     assert within_node.zero3_bytes(3) == 2 * 200 * 3 / 4
@@ -261,9 +252,5 @@ def test_table_shows_counts_prediction_and_saving(predicted):
 
 
 def test_a_single_thing_is_named_in_the_singular():
-    assert [with_noun(number, "step") for number in (1, 1.0, 2.5, 1234567)] == [
-        "1 step",
-        "1 step",
-        "2.5 steps",
-        "1234567 steps",
-    ]
+    said = [with_noun(number, "step") for number in (1, 1.0, 2.5, 1234567)]
+    assert said == ["1 step", "1 step", "2.5 steps", "1234567 steps"]
