@@ -1,4 +1,4 @@
-"""``quantize`` and ``dequantize`` keep the format's promises, whichever kernels run."""
+"""The operators of the wire keep the format's promises, whichever kernels run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from op_cases import largest_error
 
 from hf_zeropp import ops
 from hf_zeropp.ops.format import FLOAT_DTYPES, LARGEST_LEVEL, QMAX, ROOT_WIDTHS, SCALE_NAN, Segment, WireLayout
@@ -91,3 +92,34 @@ def test_slice_rows_permute():
     assert torch.equal(wire, ops.quantize(values.transpose(0, 1).contiguous(), layout))
     back = ops.dequantize(wire, layout, dtype=torch.float32, slice_rows=ranks_per_node)
     assert torch.equal(back, ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32))
+
+
+def test_sum_is_fp32_in_source_order():
+    layout = WireLayout([Segment(64, None)], 64, torch.float32)
+    sources = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])[:, None, None].expand(4, 2, 64).contiguous()
+    wire = ops.quantize(sources, layout)
+    total = ops.dequantize_sum(wire, layout, num_sources=4, scale=0.5)
+    assert total.shape == (2, 64) and (total == 0.0).all()  # 2^24 + 1 + 1 is 2^24 in this order
+    total = ops.dequantize_sum(wire, layout, num_sources=4, initial=torch.full((2, 64), -(2.0**24)))
+    assert (total == 2.0 - 2.0**24).all()
+
+
+@pytest.mark.parametrize("bits", QMAX)
+def test_repeated_updates_converge(bits):
+    """A base of bf16 that follows a fixed target by quantized differences: half an ulp, and what coarse codes add to that.
+
+    Of a block whose largest value has the ulp u, an update leaves the error of its codes and half an ulp of the rounding:
+    e <- r e + u / 2, a contraction with the largest relative error r of codes.
+    """
+    torch.manual_seed(0)
+    target = torch.randn(40, 128)
+    base_layout = WireLayout([Segment(target.numel(), None)], 128)
+    layout = WireLayout([Segment(target.numel(), bits)], 128)
+    ulp = torch.exp2(target.abs().amax(1, keepdim=True).log2().floor() - 7)
+    bound = ulp / 2 / (1 - largest_error(bits))
+    base = torch.zeros(base_layout.nbytes, dtype=torch.uint8)
+    for _ in range(50):
+        wire = ops.quantize_difference(target, base, base_layout, layout)
+        ops.dequantize_update(wire, layout, base, base_layout, out=base)
+    reached = ops.dequantize(base, base_layout, dtype=torch.float32).view_as(target)
+    assert ((reached - target).abs() <= bound * (1 + 1e-5)).all()
