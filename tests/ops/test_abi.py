@@ -1,4 +1,4 @@
-"""Facts that Python and C++ both state, or must state, are the same: prototypes, structures and constants."""
+"""Facts that Python and C++ both state, or must state, are the same: prototypes and constants."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zeropp import config
-from hf_zeropp.ops import format, frozen_format, frozen_reference, native
+from hf_zeropp.ops import format, frozen_reference, native
 from hf_zeropp.ops.register import OPERATORS
 
 pytestmark = pytest.mark.one_rank
@@ -38,15 +37,10 @@ KERNELS = declarations(r"ZEROPP_(KERNEL)\((\w+)\)")
 FUNCTIONS = declarations(r"ZEROPP_EXPORT ([\w* ]+?) ?(zeropp_\w+)")
 
 
-def test_every_operator_has_a_prototype():
-    assert KERNELS.keys() == OPERATORS.keys(), (
-        "an operator is declared in hf_zeropp/ops and not in ops/abi.h, or reversed"
-    )
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_prototypes_are_those_of_the_operators(name):
-    assert KERNELS[name][1] == OPERATORS[name].c_arguments
+def test_prototypes_are_those_of_the_operators():
+    assert {name: arguments for name, (_, arguments) in KERNELS.items()} == {
+        name: operator.c_arguments for name, operator in OPERATORS.items()
+    }
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -73,74 +67,38 @@ def test_abi_is_plain_c():
     subprocess.run(command, input='#include "abi.h"', text=True, check=True)
 
 
-def fields(structure: str) -> list[str]:
-    body = re.search(rf"struct {structure} {{(.*?)}};", ABI, re.DOTALL)[1]
-    return re.findall(r"(\w+);", re.sub("//.*", "", body))
-
-
-def test_structures_have_the_same_fields():
-    assert fields("ZeroppPart") == list(format.Part._fields)
-    assert fields("ZeroppLayout") == [name for name, _ in native.Layout._fields_]
-
-
 def constant(file: str, name: str) -> float:
-    """The value of a ``constexpr`` or an enumerator."""
+    """The value of a ``constexpr`` or an enumerator: of ``kMaxBlock`` for ``max_block``."""
     text = (SOURCES / file).read_text()
-    expression = re.search(rf"\b{name} = ([^;,]+)[;,]", text)[1]
+    expression = re.search(rf"\bk{name.replace('_', '')} = ([^;,]+)[;,]", text, re.IGNORECASE)[1]
     return eval(re.sub(r"(?<=[\dx])f\b", "", expression))
+
+
+def test_constants_are_the_same():
+    frozen = "MAX_INPUTS RUN FINE FIRST_EXPONENT RATIO_EXPONENT FIRST_MIN FIRST_MAX RATIO_MAX SAFE_RATIO SCALES_NAN"
+    for module, file, names in (
+        (format, "format.h", "MAX_BLOCK CODES_AT_A_BYTE SCALE_NAN SCALE_MIN SCALE_MAX"),
+        (frozen_reference, "frozen_format.h", frozen),
+    ):
+        for name in names.split():
+            assert constant(file, name) == pytest.approx(getattr(module, name), rel=1e-7), name
 
 
 @pytest.mark.parametrize(
     ("file", "name", "expected"),
     [
-        ("abi.h", "kOk", 0),
-        ("abi.h", "kParallelFailed", next(iter(native._STATUS))),
-        ("abi.h", "kCudaError", native._CUDA_ERROR),
-        ("format.h", "kMaxBlock", format.MAX_BLOCK),
-        ("format.h", "kCodesAtAByte", format.CODES_AT_A_BYTE),
-        ("format.h", "kScaleNaN", format.SCALE_NAN),
-        ("format.h", "kScaleMin", format.SCALE_MIN),
-        ("format.h", "kScaleMax", format.SCALE_MAX),
-        ("frozen_format.h", "kMaxInputs", frozen_reference.MAX_INPUTS),
-        ("frozen_format.h", "kMatmulLanes", frozen_reference.LANES),
-        ("frozen_format.h", "kRun", frozen_reference.RUN),
-        ("frozen_format.h", "kFine", frozen_reference.FINE),
-        ("frozen_format.h", "kMaxLevel", max(frozen_reference.LEVELS)),
-        ("frozen_format.h", "kZeroRank", sorted(frozen_reference.LEVELS).index(0)),
-        ("frozen_format.h", "kNumTrials", len(frozen_reference.TRIALS)),
-        ("frozen_format.h", "kFirstExponent", frozen_reference.FIRST_EXPONENT),
-        ("frozen_format.h", "kRatioExponent", frozen_reference.RATIO_EXPONENT),
-        ("frozen_format.h", "kFirstMin", frozen_reference.FIRST_MIN),
-        ("frozen_format.h", "kFirstMax", frozen_reference.FIRST_MAX),
-        ("frozen_format.h", "kRatioMax", frozen_reference.RATIO_MAX),
-        ("frozen_format.h", "kSafeRatio", frozen_reference.SAFE_RATIO),
-        ("frozen_format.h", "kScalesNaN", frozen_reference.SCALES_NAN),
-        ("cuda/rows.cuh", "kLanes", format.MIN_BLOCK),  # the least block of the kernels on rows is a warp of elements
+        ("abi.h", "ok", 0),
+        ("abi.h", "parallel_failed", next(iter(native._STATUS))),
+        ("abi.h", "cuda_error", native._CUDA_ERROR),
+        ("frozen_format.h", "matmul_lanes", frozen_reference.LANES),
+        ("frozen_format.h", "max_level", max(frozen_reference.LEVELS)),
+        ("frozen_format.h", "zero_rank", sorted(frozen_reference.LEVELS).index(0)),
+        ("frozen_format.h", "num_trials", len(frozen_reference.TRIALS)),
+        ("cuda/rows.cuh", "lanes", format.MIN_BLOCK),  # the least block of the kernels on rows is a warp of elements
     ],
 )
-def test_constants_are_the_same(file, name, expected):
-    assert constant(file, name) == pytest.approx(expected, rel=1e-7)
-
-
-def test_levels_are_the_same():
-    text = (SOURCES / "frozen_format.h").read_text()
-    levels = re.search(r"#define ZEROPP_LEVELS (.*)", text)[1]
-    assert tuple(map(int, levels.split(","))) == frozen_reference.LEVELS
-    first, second, third = re.search(r"return t == 0 \? (\S+) : t == 1 \? (\S+) : (\S+);", text).groups()
-    assert tuple(map(int, (first, second, third))) == frozen_reference.TRIALS
-
-
-def test_dtype_codes_are_positions():
-    names = re.search(r"enum ZeroppDType {(.*?)}", ABI)[1].replace(" ", "").split(",")
-    assert [name[1:].lower() for name in names] == [str(dtype).removeprefix("torch.") for dtype in format.FLOAT_DTYPES]
-
-
-def test_limits_of_settings_are_those_of_the_formats():
-    for block in (format.MIN_BLOCK, format.MAX_BLOCK):
-        assert frozen_format.FrozenFormat(4, block).block == block
-    assert format.MIN_BLOCK % format.BLOCK_MULTIPLE == 0
-    for bits in frozen_format.FROZEN_BITS:
-        assert config.ZeroPPConfig(frozen_bits=bits).frozen_bits == bits
+def test_constants_of_other_names_are_the_same(file, name, expected):
+    assert constant(file, name) == expected
 
 
 @pytest.mark.parametrize("guide", ["README.md", "cuda/README.md"])

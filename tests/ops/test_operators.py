@@ -54,11 +54,6 @@ def test_empty(restore_kernels):
         assert ops.quantize(torch.empty(0, 10), WireLayout([Segment(10, 8)], 64)).shape == (0,)
 
 
-def spec_arguments(*arguments):
-    """Arguments as the registered operators take them."""
-    return tuple(value.spec if isinstance(value, WireLayout) else value for value in arguments)
-
-
 SUMS = torch.zeros(2, LAYOUT.numel)
 HALF_WIRE = WIRE[: 2 * LAYOUT.nbytes]
 
@@ -75,7 +70,7 @@ HALF_WIRE = WIRE[: 2 * LAYOUT.nbytes]
     ],
 )
 def test_opcheck(name, arguments, out):
-    arguments = spec_arguments(*arguments)
+    arguments = tuple(value.spec if isinstance(value, WireLayout) else value for value in arguments)
     torch.library.opcheck(getattr(torch.ops.zeropp, name), arguments)
     torch.library.opcheck(getattr(torch.ops.zeropp, f"{name}_out"), (*arguments, out.clone()))
 

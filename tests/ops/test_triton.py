@@ -27,11 +27,8 @@ PROGRAM = Path(__file__).parents[1] / "helpers/triton_cases.py"
 @pytest.mark.thorough
 @pytest.mark.parametrize(("first", "end"), [(0, 6), pytest.param(1000, 1300, marks=pytest.mark.long)])
 def test_interpreted_kernels_have_the_bits_of_the_cpu(first: int, end: int) -> None:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONWARNINGS": "ignore",
-    }  # numpy warns of NaNs in the cases
+    # numpy warns of NaNs in the cases.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     arguments = [sys.executable, str(PROGRAM), str(first), str(end)]
     run = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and f"{end - first} cases have the same bits" in run.stdout, run.stdout + run.stderr
@@ -63,21 +60,10 @@ def compiled_ptx(name: str, capability: int) -> str:
     words = "*i16" if name == "decode" else "*u8"
     types = {"wire": "*u8", "base": "*u8", "initial": "*fp32", "input": "*i16", "out": words}
     types |= {"scale": "fp32", "num_sources": "i32"}
-    widths: dict[str, Any] = {
-        "BITS": 3,
-        "BLOCK": 256,
-        "RAW": tl.float16,
-        "O_BITS": 5,
-        "O_BLOCK": 96,
-        "O_RAW": tl.bfloat16,
-    }
-    widths |= {
-        "B_BITS": 0,
-        "B_BLOCK": 256,
-        "B_RAW": tl.bfloat16,
-        "DTYPE": tl.bfloat16,
-    }
-    constants = widths | {"PADDED": 128, "ROWS": 8, "TILE": 1024}
+    constants: dict[str, Any] = {"DTYPE": tl.bfloat16, "PADDED": 128, "ROWS": 8, "TILE": 1024}
+    constants |= {"BITS": 3, "BLOCK": 256, "RAW": tl.float16}
+    constants |= {"O_BITS": 5, "O_BLOCK": 96, "O_RAW": tl.bfloat16}
+    constants |= {"B_BITS": 0, "B_BLOCK": 256, "B_RAW": tl.bfloat16}
     signature = {one: types.get(one, "i64") for one in kernel.arg_names if not one.isupper()}
     # The other constants are questions that are answered with yes.
     constant = {one: constants.get(one, True) for one in kernel.arg_names if one.isupper()}
