@@ -16,25 +16,14 @@ from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.integrations.pretrained_shape import units_of
 from hf_zeropp.sizes import PREFIXES, parse_count, shorten
 
-# arXiv 1910.02054, table 1: GB per rank for P_os, P_os+g, P_os+g+p, by model and ranks; a last digit cut or rounded.
+# arXiv 1910.02054, some cells of table 1: GB per rank for P_os, P_os+g, P_os+g+p, by model and ranks. It cuts or rounds digits.
 ZERO_TABLE_1 = {
     ("7.5B", 1): (120, 120, 120),
-    ("7.5B", 4): (52.5, 41.3, 30),
-    ("7.5B", 16): (35.6, 21.6, 7.5),
     ("7.5B", 64): (31.4, 16.6, 1.88),
-    ("7.5B", 256): (30.4, 15.4, 0.47),
     ("7.5B", 1024): (30.1, 15.1, 0.12),
-    ("128B", 1): (2048, 2048, 2048),
     ("128B", 4): (896, 704, 512),
-    ("128B", 16): (608, 368, 128),
-    ("128B", 64): (536, 284, 32),
     ("128B", 256): (518, 263, 8),
-    ("128B", 1024): (513, 257, 2),
-    ("1T", 1): (16000, 16000, 16000),
-    ("1T", 4): (7000, 5500, 4000),
     ("1T", 16): (4750, 2875, 1000),
-    ("1T", 64): (4187, 2218, 250),
-    ("1T", 256): (4046, 2054, 62.5),
     ("1T", 1024): (4011, 2013, 15.6),
 }
 SETTINGS = {
@@ -276,12 +265,6 @@ def test_units_are_those_of_a_run() -> None:
         assert sorted((unit.numel, unit.reshards) for unit in units_of(model)) == units, type(model).__name__
 
 
-def test_command_takes_models_without_an_embedding(capsys: pytest.CaptureFixture, tmp_path) -> None:
-    models_of_other_shapes()[-1].config.save_pretrained(tmp_path)
-    cli.main(["estimate", str(tmp_path), "--world", "8", "--json"])
-    assert json.loads(capsys.readouterr().out)["model"]["parameters"] > 0
-
-
 # ------------------------------------------------------------------------------------------------- the command itself
 
 
@@ -322,19 +305,13 @@ def test_numbers_have_three_digits_and_a_unit(number: float, text: str) -> None:
     assert shorten(number, PREFIXES) == text
 
 
-def test_command_gives_json(capsys: pytest.CaptureFixture) -> None:
-    cli.main(["estimate", "350M", "--world", "16", "--json"])
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["model"]["parameters"] == 350_000_000
-    assert answer["setup"]["world_size"] == 16
-    assert answer["estimates"][-1]["total"] == sum(answer["estimates"][-1]["memory"].values())
-
-
-def test_command_reads_a_config_from_disk(capsys: pytest.CaptureFixture, tmp_path) -> None:
+def test_command_reads_a_config_from_disk_and_gives_json(capsys: pytest.CaptureFixture, tmp_path) -> None:
     model = llama(tied=True)
     model.config.save_pretrained(tmp_path)
     cli.main(["estimate", str(tmp_path), "--world", "4", "--ranks-per-node", "2", "--json"])
-    assert json.loads(capsys.readouterr().out)["model"]["parameters"] == model.num_parameters()
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["model"]["parameters"] == model.num_parameters() and answer["setup"]["world_size"] == 4
+    assert answer["estimates"][-1]["total"] == sum(answer["estimates"][-1]["memory"].values())
 
 
 @pytest.mark.parametrize(
@@ -348,13 +325,6 @@ def test_command_reads_a_config_from_disk(capsys: pytest.CaptureFixture, tmp_pat
 def test_command_says_what_is_wrong(model: str, world: str, said: str) -> None:
     with pytest.raises(SystemExit, match=f"hf-zeropp estimate: .*{said}"):
         cli.main(["estimate", model, "--world", world])
-
-
-@pytest.mark.parametrize("flag", ["--replicas", "--tensor-parallel", "--trainable", "--generate", "--within"])
-def test_flags_that_went_are_refused(flag: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["estimate", "7B", "--world", "32", flag, "2"])
-    assert f"unrecognized arguments: {flag} 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "count"), [("7.5B", 7_500_000_000), ("350m", 350_000_000), ("12", 12), ("7Q", None)])

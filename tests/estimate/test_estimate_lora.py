@@ -63,7 +63,7 @@ def hold_and_send_one(bits: int | None, tied: bool, packs: bool) -> dict[str, fl
     return {
         "parameters": sum(map(local, trained)),
         "gradients": sum(local(param.grad) for param in trained),
-        "frozen": sum(local(param) for unit in handle.frozen_units for param in unit.params),
+        "frozen": sum(memory_of(param) for unit in handle.frozen_units for param in unit.params),
         "secondary": handle.secondary_bytes(),
         # On gloo one block is freed before the next is gathered. On accelerators two are there, as the estimate has it.
         "gathered": peak.num_bytes + largest(handle.units) + largest_block(handle.frozen_units) + decoded,
@@ -74,6 +74,11 @@ def hold_and_send_one(bits: int | None, tied: bool, packs: bool) -> dict[str, fl
 
 def local(tensor: Any) -> int:
     return tensor.to_local().nbytes
+
+
+def memory_of(tensor: Any) -> int:
+    """Return the bytes that a shard keeps in memory, which may be a view into more than it shows."""
+    return tensor.to_local().untyped_storage().nbytes()
 
 
 class Peak:

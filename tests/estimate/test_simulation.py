@@ -45,11 +45,6 @@ def test_a_task_that_half_uses_a_resource_leaves_the_other_half() -> None:
     assert simulate([wire, whole]) == pytest.approx([6, 6])
 
 
-def test_a_task_cannot_wait_for_a_later_one() -> None:
-    with pytest.raises(AssertionError, match="waits for a later task than number 0"):
-        simulate([task("a", 1, after=(1,)), task("b", 1)])
-
-
 def test_two_units_on_streams() -> None:
     """Gathers take 1 s, forward 2 s, backward 4 s, reductions 1 s, the optimizer 0.5 s.
 

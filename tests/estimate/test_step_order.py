@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,34 +97,25 @@ def record(settings: dict[str, Any] | None, micro_steps: int, learning_rate: flo
             set_last = model.set_requires_gradient_sync
             if settings is not None:
                 set_last = apply_zeropp(model, {"ranks_per_node": PER_NODE} | settings).set_last_micro_step
-            _train(model, recording, micro_steps, learning_rate, set_last)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+            for _ in range(STEPS):
+                for micro_step in range(micro_steps):
+                    set_last(micro_step == micro_steps - 1)
+                    # The loss is not read: the host would wait for the GPU.
+                    model(torch.arange(RECORDED_TOKENS)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recording.end_step()
     if checker.races:
         raise RuntimeError("\n".join(map(str, checker.races)))
     return recording
 
 
-def _train(
-    model: nn.Module, recording: Recording, micro_steps: int, learning_rate: float, set_last: Callable[[bool], None]
-) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
-    for _ in range(STEPS):
-        for micro_step in range(micro_steps):
-            set_last(micro_step == micro_steps - 1)
-            # The loss is not read: the host would wait for the GPU.
-            model(torch.arange(RECORDED_TOKENS)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        recording.end_step()
-
-
-def matrix(rows: int, columns: int) -> ParamShape:
-    return ParamShape((rows, columns))
-
-
 def model() -> ModelShape:
     """The model that is recorded, at its true sizes."""
-    layer = (*[matrix(HIDDEN, HIDDEN)] * 4, *[matrix(INNER, HIDDEN)] * 2, matrix(HIDDEN, INNER))
-    root = UnitShape("root", (matrix(VOCABULARY, HIDDEN), matrix(VOCABULARY, HIDDEN)), reshards=False, spans_model=True)
+    square, wide, tall = (ParamShape(shape) for shape in ((HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)))
+    layer = (*[square] * 4, *[wide] * 2, tall)
+    root = UnitShape("root", (ParamShape((VOCABULARY, HIDDEN)),) * 2, reshards=False, spans_model=True)
     return ModelShape("recorded", (root, *(UnitShape(str(index), layer) for index in range(LAYERS))))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_zeropp.config import PRESETS, ZeroPPConfig
 from hf_zeropp.estimate import step_time as timing
-from hf_zeropp.estimate.cluster import GPUS, Cluster, gpu_cluster
+from hf_zeropp.estimate.cluster import GPUS, gpu_cluster
 from hf_zeropp.estimate.comparison import (
     SETTINGS,
     STOCK,
@@ -28,7 +28,7 @@ from hf_zeropp.estimate.comparison import (
 from hf_zeropp.estimate.memory_and_bytes import estimate, fsdp2, ours
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.simulation import NETWORK, WITHIN, Task, simulate
-from hf_zeropp.estimate.step_time import ALL_REDUCE, CROSS, GATHER, MAIN, REDUCE, StepTime
+from hf_zeropp.estimate.step_time import StepTime
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.estimate.unit_work import METHODS
 
@@ -158,11 +158,7 @@ SMALL = ModelShape.of_count("60M")
 def test_alike_micro_steps_are_not_simulated_again(method: str) -> None:
     """The prediction of 8 micro-steps simulates 3 of them. The whole simulation says the same."""
     one = job(SMALL, micro_steps=8)
-    assert step_time(one, method).step_s == pytest.approx(whole_s(one, method), rel=0.01)
-
-
-def whole_s(one: Job, method: str) -> float:
-    return max(simulate(tasks_of(one, method)))
+    assert step_time(one, method).step_s == pytest.approx(max(simulate(tasks_of(one, method))), rel=0.01)
 
 
 def test_checkpointing_costs_one_forward_pass() -> None:
@@ -199,29 +195,6 @@ def of_7b(name: str, world: int, micro_steps: int, gbit: float, **settings) -> J
     setup = Setup(world, 8, micro_steps, config=ZeroPPConfig.from_dict(settings))
     cluster = gpu_cluster(GPUS["h100"], world, 8, gbit * 1e9 / 8)
     return Job(ModelShape.of_count(name), setup, cluster, 2048, checkpointing=True)
-
-
-@pytest.mark.parametrize(
-    ("gbit", "micro_steps", "stock", "hsdp", "codes", "native"),
-    [
-        (100, 1, 3.90, 2.40, 0.397, 0.382),
-        (100, 8, 22.3, 4.22, 2.63, 2.33),
-        (400, 1, 0.985, 0.670, 0.322, 0.282),
-        (400, 8, 5.73, 2.49, 2.56, 2.23),
-        (3200, 1, 0.278, 0.290, 0.320, 0.279),
-        (3200, 8, 2.10, 2.11, 2.56, 2.23),
-    ],
-)
-def test_node_hops_of_the_backend(
-    gbit: float, micro_steps: int, stock: float, hsdp: float, codes: float, native: float
-) -> None:
-    """Seconds of a trial in which kernels of the package touched 1/N of a unit, with preset ``exact`` at 1e-5, within 5 %."""
-    one = of_7b("7B", 64, micro_steps, gbit, preset="exact")
-    quantized = of_7b("7B", 64, micro_steps, gbit, preset="exact", qwz_intra_bits=8, qgz_intra_bits=8)
-    assert step_time(one, "FSDP2").step_s == pytest.approx(stock, rel=0.005)
-    assert step_time(one, "HSDP").step_s == pytest.approx(hsdp, rel=0.005)
-    assert step_time(quantized, SETTINGS).step_s == pytest.approx(codes, rel=0.005)
-    assert step_time(one, SETTINGS).step_s == pytest.approx(native, rel=0.015)
 
 
 @pytest.mark.thorough("7B-256", "70B*")
@@ -287,8 +260,6 @@ def test_the_share_of_weights_that_change_is_that_of_the_page() -> None:
         ({}, {"balanced": 1.02, "min_traffic": 1.0}, "", "balanced"),  # equally fast: the more exact one
         ({}, {"balanced": 1.04, "min_traffic": 1.0}, "", "min_traffic"),
         ({}, {"balanced": 1.02, "min_traffic": 1.0}, "balanced", "min_traffic"),
-        ({}, {"balanced": 1.0, "min_traffic": 2.0}, "balanced", "min_traffic"),
-        ({"FSDP2": 0.1, "HSDP": 2.0}, {"paper": 1.0}, "", "FSDP2"),
         ({"FSDP2": 1.02, "HSDP": 2.0}, {"paper": 1.0}, "", "FSDP2"),  # equally fast: without this package
         ({"FSDP2": 1.04, "HSDP": 2.0}, {"paper": 1.0}, "", "paper"),
         ({"FSDP2": 1.04}, {"paper": 1.02, "balanced": 1.1, "exact": 1.0}, "", "paper"),
@@ -309,16 +280,3 @@ def test_memory_is_that_of_the_estimate() -> None:
     assert memory_of(one, "FSDP2") == (line := fsdp2(MODEL, one.setup)).total + line.gathered
     for preset in PRESETS:
         assert memory_of(one, preset) > MODEL.num_params  # more than a byte for each parameter on 16 ranks
-
-
-def test_hops_run_on_streams_of_their_own() -> None:
-    """With overlap the hops of gathers and of reductions have two streams each, beside that of the computation."""
-    assert {task.stream for task in tasks_of(job(), "balanced")} == {MAIN, GATHER, CROSS, REDUCE, ALL_REDUCE}
-
-
-def test_a_job_belongs_to_its_cluster() -> None:
-    other: Cluster = gpu_cluster(GPUS["h100"], 8, 4, 1e9)
-    with pytest.raises(
-        AssertionError, match=r"a setup of \(16, 4\) ranks in all and per node, and a cluster of \(8, 4\)"
-    ):
-        dataclasses.replace(job(), cluster=other)
