@@ -1,4 +1,4 @@
-"""Nodes whose copies of frozen weights differ before training begins, on 4 ranks (2 nodes)."""
+"""Frozen weights that differ between nodes before training begins, or are made trainable after it, on 4 ranks (2 nodes)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
+from accelerate import Accelerator
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from frozen_runs import UNQUANTIZED, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
 from harness import Scenarios, expect_errors, run_ranks, scenarios_of
+from rollout_runs import train_step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hf_zeropp import apply_zeropp
+from hf_zeropp import ZeroPPPlugin, apply_zeropp
+from hf_zeropp.comm.disagreement import DisagreementError
 from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 
 EMBEDDING = "base_model.model.model.embed_tokens.weight"
@@ -139,6 +143,48 @@ def test_replicas_that_share_nodes_in_part():
     run_ranks(replicas_on_one_node_and_on_others, 8, False)
     for error in expect_errors(replicas_on_one_node_and_on_others, 8, True):
         assert "frozen.bias differs between rank 1 and rank 5" in error
+
+
+# ---- Thawing.
+
+THAWED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+
+
+def prepared():
+    reset_accelerate()
+    return prepare(with_adapter(tiny_llama()), **UNQUANTIZED)
+
+
+def scenario_a_layer_that_thaws_is_refused_by_name(rank: int) -> None:
+    accelerator, _, model, optimizer = prepared()
+    train_step(accelerator, model, optimizer, rank)
+    weight = model.get_parameter(THAWED).requires_grad_(True)
+    optimizer.add_param_group({"params": [weight]})
+    with pytest.raises(
+        ValueError, match=f"{THAWED} was made trainable .*rank {rank}.*Set requires_grad before `prepare`"
+    ):
+        train_step(accelerator, model, optimizer, rank)
+    weight.requires_grad_(False)
+    train_step(accelerator, model, optimizer, rank)
+
+
+def scenario_a_layer_that_thaws_on_one_rank_is_a_disagreement_of_all(rank: int) -> None:
+    accelerator, _, model, optimizer = prepared()
+    train_step(accelerator, model, optimizer, rank)
+    if rank == 3:
+        model.get_parameter(THAWED).requires_grad_(True)
+    with pytest.raises(DisagreementError, match=rf"ranks \[0, 1, 2\]: nothing; rank 3: {THAWED}"):
+        train_step(accelerator, model, optimizer, rank)
+
+
+def scenario_a_model_that_was_all_frozen(rank: int) -> None:
+    reset_accelerate()
+    plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2})
+    model = fsdp2_prepare_model(Accelerator(fsdp_plugin=plugin), tiny_llama().requires_grad_(False))
+    model(tokens())
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match="was made trainable after the model was prepared"):
+        model(tokens())
 
 
 SCENARIOS = Scenarios(4, scenarios_of(__name__))

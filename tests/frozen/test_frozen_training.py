@@ -10,21 +10,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from frozen_runs import (
-    UNQUANTIZED,
-    packed_copy,
-    prepare,
-    reset_accelerate,
-    tiny_llama,
-    tokens,
-    trainable,
-    with_adapter,
-)
-from harness import run_ranks, selected
+from frozen_runs import UNQUANTIZED, packed_copy, prepare, reset_accelerate, tiny_llama, tokens, trainable, with_adapter
+from harness import each_case, run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 from hf_zeropp import ZeroPPPlugin
-from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.traffic import GATHER_FROZEN
 
 STEPS = 3
@@ -50,36 +40,22 @@ class Case:
         return model
 
 
-CASES = (
+CASES = [Case(4), Case(4, tied=True, mixed_precision="bf16", ram_efficient=True)]
+OTHERS = [
     Case(None),
-    Case(4),
     Case(8, checkpointing=True, tied=True, dora=True),
-    Case(4, tied=True, mixed_precision="bf16", ram_efficient=True),
     Case(None, tied=True, mixed_precision="bf16", checkpointing=True),
     Case(4, ranks_per_node=1, dora=True),
     Case(8, ranks_per_node=4),
-)
+]
 
 
-@dataclasses.dataclass
-class Outcome:
-    """One rank's results of one case."""
-
-    losses: list[tuple[float, float]]  # sharded, unsharded
-    counts: dict[str, tuple[float, float]]  # per step and collective: bytes within the node, across nodes
-    predicted: dict[str, tuple[float, float]]
-    trainable_numel: int
+def run_cases(rank: int, cases: list[Case]) -> None:
+    each_case(cases, lambda case: run_case(rank, case))
 
 
-def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
-    outcomes = []
-    for case in cases:
-        outcomes.append(run_case(rank, case))
-        reset_accelerate()
-    return outcomes
-
-
-def run_case(rank: int, case: Case) -> Outcome:
+def run_case(rank: int, case: Case) -> None:
+    reset_accelerate()
     model = case.model()
     reference = packed_copy(model, case.bits)
     if case.ram_efficient and rank:
@@ -94,7 +70,8 @@ def run_case(rank: int, case: Case) -> Outcome:
         **UNQUANTIZED,
     )
     reference_optimizer = torch.optim.SGD(trainable(reference), lr=0.05)
-    batch, losses = tokens(), []
+    tolerance = 3e-5 if case.mixed_precision == "no" else 0.02
+    batch = tokens()
     own = batch[rank : rank + 1]
     for step in range(STEPS):
         if step == 1:  # the first step also sends weights for the first time
@@ -102,14 +79,17 @@ def run_case(rank: int, case: Case) -> Outcome:
         loss = train_step(model, optimizer, own, accelerator.backward)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.mixed_precision == "bf16")
         expected = train_step(reference, reference_optimizer, batch, torch.Tensor.backward, autocast)
-        losses.append((accelerator.reduce(loss.float(), "mean").item(), expected.item()))
+        assert accelerator.reduce(loss.float(), "mean").item() == pytest.approx(expected.item(), abs=tolerance)
     handle = plugin.handle_of(model)
-    return Outcome(
-        losses=losses,
-        counts=per_step(handle.traffic.counts, STEPS - 1),
-        predicted=per_step(handle.predict(micro_steps=1), 1),
-        trainable_numel=sum(param.numel() for param in trainable(model)),
-    )
+    counts = per_step(handle.traffic.counts, STEPS - 1)
+    assert counts == per_step(handle.predict(micro_steps=1), 1)
+    assert (GATHER_FROZEN in counts) == (1 < case.ranks_per_node < 4)  # one node has nothing to save
+    assert counts.get(GATHER_FROZEN, (0, 0))[1] == 0
+    # Adapters are gathered once and reduced once: twice this rank's share arrives from each other node. The rest is padding.
+    width = 4 if case.mixed_precision == "no" else 2
+    num_nodes = 4 // case.ranks_per_node
+    adapters = 2 * width * sum(param.numel() for param in trainable(model)) * (num_nodes - 1) / 4
+    assert adapters * 0.99 <= sum(cross for _, cross in counts.values()) <= adapters * 1.4
 
 
 def train_step(model, optimizer, batch: torch.Tensor, backward, autocast=None) -> torch.Tensor:
@@ -126,60 +106,10 @@ def per_step(counts, steps: int) -> dict[str, tuple[float, float]]:
     return {name: row for name, row in rows.items() if any(row)}
 
 
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[Case, list[Outcome]]:
-    """The outcomes of all ranks, by case, for the cases that this run of pytest has selected."""
-    cases = selected(request, "case")
-    by_rank = run_ranks(run_cases, 4, cases)
-    return {case: [ranks[i] for ranks in by_rank] for i, case in enumerate(cases)}
-
-
-@pytest.mark.thorough(
-    "*ranks_per_node=4*", "*ranks_per_node=1*", "*bits=8*ranks_per_node=2*", "*bits=None*ranks_per_node=2*"
-)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_losses_are_those_of_the_unsharded_model(outcomes, case):
-    tolerance = 3e-5 if case.mixed_precision == "no" else 0.02
-    for outcome in outcomes[case]:
-        for ours, theirs in outcome.losses:
-            assert ours == pytest.approx(theirs, abs=tolerance)
-
-
-@pytest.mark.thorough(
-    "*ranks_per_node=4*", "*ranks_per_node=1*", "*bits=8*ranks_per_node=2*", "*bits=None*ranks_per_node=2*"
-)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_bytes_are_the_predicted_ones_and_the_base_stays_in_its_node(outcomes, case):
-    for outcome in outcomes[case]:
-        assert outcome.counts == outcome.predicted
-        assert (GATHER_FROZEN in outcome.counts) == (1 < case.ranks_per_node < 4)  # one node has nothing to save
-        assert outcome.counts.get(GATHER_FROZEN, (0, 0))[1] == 0
-        across = sum(cross for _, cross in outcome.counts.values())
-        if case.ranks_per_node == 4:
-            assert across == 0
-            continue
-        # Adapters are gathered once and reduced once: twice this rank's share arrives from each other node. The rest is padding.
-        width = 4 if case.mixed_precision == "no" else 2
-        num_nodes = 4 // case.ranks_per_node
-        adapters = 2 * width * outcome.trainable_numel * (num_nodes - 1) / 4
-        assert adapters * 0.99 <= across <= adapters * 1.4
-
-
-def run_wide(rank: int, bits: int) -> tuple[int, int]:
-    """Bytes of the frozen weights that this rank holds, and their number, for a model whose norms are negligible."""
-    model = with_adapter(tiny_llama(hidden_size=256, intermediate_size=512, vocab_size=512))
-    _, plugin, model, _ = prepare(model, frozen_bits=bits, pack_embeddings=True, **UNQUANTIZED)
-    params = [param for unit in plugin.handle_of(model).frozen_units for param in unit.params]
-    storages = [param.to_local().untyped_storage() for param in params]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(sizes.values()), dense_numel(model, params)
-
-
-@pytest.mark.thorough("8-*")
-@pytest.mark.parametrize(("bits", "limit"), [(4, 0.54), (8, 1.02)])
-def test_resident_bytes_of_the_base(bits, limit):
-    for nbytes, numel in run_ranks(run_wide, 4, bits):
-        assert nbytes <= limit / 2 * numel
+@pytest.mark.thorough("others")
+@pytest.mark.parametrize("cases", [CASES, OTHERS], ids=["in 4 bits", "others"])
+def test_losses_are_those_of_the_unsharded_model_and_bytes_the_predicted_ones(cases):
+    run_ranks(run_cases, 4, cases)
 
 
 def run_without_trainable_parameters(rank: int) -> tuple[float, set[str]]:

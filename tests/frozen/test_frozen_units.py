@@ -78,31 +78,23 @@ def meshes(model: nn.Module) -> dict[str, int]:
     return {name: param.device_mesh.size() for name, param in model.named_parameters()}
 
 
-def scenario_adapters_beside_bare_parameters_are_sharded_over_the_world(rank: int) -> None:
+def scenario_adapters_beside_bare_parameters_are_sharded_over_the_world_and_learn(rank: int) -> None:
     for bits in (None, 4):
         *_, model, _ = prepare(with_adapter(tiny_gpt_oss()), frozen_bits=bits)
         sizes = meshes(model)
         assert {size for name, size in sizes.items() if "lora" in name} == {4}
         assert {size for name, size in sizes.items() if "lora" not in name} == {2}
         assert any(name.endswith("sinks") for name in sizes)
-
-
-def scenario_adapters_beside_bare_parameters_learn_as_unsharded(rank: int) -> None:
     assert gap_to_unsharded(with_adapter(tiny_gpt_oss()), None, rank)[0] < 1e-5
 
 
 def scenario_bare_parameters_alone_may_be_frozen(rank: int) -> None:
-    model = tiny_gpt_oss()
-    for name, param in model.named_parameters():
+    """Bits change nothing then: there is nothing to pack."""
+    model, other = tiny_gpt_oss(), tiny_gpt_oss()
+    for name, param in (*model.named_parameters(), *other.named_parameters()):
         param.requires_grad_(not name.endswith("sinks"))
     assert gap_to_unsharded(model, None, rank)[0] < 1e-5
-
-
-def scenario_bits_of_a_model_with_nothing_to_pack(rank: int) -> None:
-    model = tiny_gpt_oss()
-    for name, param in model.named_parameters():
-        param.requires_grad_(not name.endswith("sinks"))
-    *_, model, _ = prepare(model, frozen_bits=4)
+    *_, model, _ = prepare(other, frozen_bits=4)
     assert {size for name, size in meshes(model).items() if name.endswith("sinks")} == {2}
 
 
@@ -254,10 +246,7 @@ def scenario_generation_enters_at_a_model_that_a_module_holds(rank: int) -> None
 SINCE = [adapters_on_packed_experts_learn_as_unsharded] if compat.is_at_least("peft", (0, 20)) else []
 SINCE += [a_fused_loss_reads_the_frozen_head] if hasattr(trl.trainer.utils, "add_fused_lm_head") else []
 
-SCENARIOS = Scenarios(
-    4,
-    [*scenarios_of(__name__), *SINCE],
-)
+SCENARIOS = Scenarios(4, [*scenarios_of(__name__), *SINCE])
 
 
 @pytest.mark.thorough("adapters_beside_bare_parameters*")

@@ -19,10 +19,8 @@ T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "
 MODELS = {
     "LlamaForCausalLM": (SHAPE, {"lm_head"}),
     "LlamaForSequenceClassification": (SHAPE, {"score"}),
-    "LlamaForTokenClassification": (SHAPE, {"score"}),
     "BertForSequenceClassification": (SHAPE, {"classifier"}),
     "BertForMaskedLM": (SHAPE, {"cls.predictions.transform.dense", "cls.predictions.decoder"}),
-    "RobertaForSequenceClassification": (SHAPE, {"classifier.dense", "classifier.out_proj"}),
     "GPT2LMHeadModel": ({"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}, {"lm_head"}),
     "T5ForConditionalGeneration": (T5, {"lm_head"}),
     "T5ForSequenceClassification": (T5, {"classification_head.dense", "classification_head.out_proj"}),

@@ -32,18 +32,13 @@ def frozen_linear() -> nn.Linear:
     return nn.Linear(140, 60).requires_grad_(False)
 
 
-def dense_twin(model: nn.Module) -> nn.Module:
-    """A dense layer with the weight that a packed one decodes to."""
-    twin = frozen_linear()
-    twin.load_state_dict({"weight": model.weight.decode(), "bias": model.bias})
-    return twin
-
-
 @pytest.mark.parametrize("num_inputs", (1, 3, 40))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_forward_and_backward_equal_a_linear_layer_with_the_decoded_weight(num_inputs, dtype):
     packed = quantize_frozen(frozen_linear(), 4)
-    twin = dense_twin(packed).to(dtype)
+    twin = frozen_linear()
+    twin.load_state_dict({"weight": packed.weight.decode(), "bias": packed.bias})
+    twin.to(dtype)
     assert type(packed) is PackedLinear
     x, y = (
         torch.randn(2, num_inputs, 140, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
@@ -74,19 +69,9 @@ def test_a_penalty_on_gradients_is_that_of_dense_layers(num_inputs):
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
-def test_a_packed_weight_is_a_parameter_without_a_tensor():
-    """The dictionary is torch's own, and says of itself what it holds: the name is there, and codes and scales have tensors."""
-    packed = quantize_frozen(frozen_linear(), 4)
-    assert type(packed._parameters) is dict and packed._parameters["weight"] is None
-    assert sorted(packed._parameters) == ["bias", "weight", "weight_codes", "weight_scales"]
-    assert [name for name, _ in packed.named_parameters()] == ["bias", "weight_codes", "weight_scales"]
-    assert list(packed.state_dict()) == ["bias", "weight_codes", "weight_scales"]
-
-
 def test_the_scratch_is_freed_with_the_last_packed_module(monkeypatch):
-    monkeypatch.setattr(
-        modules, "_living", weakref.WeakValueDictionary()
-    )  # packed modules of other tests have another one
+    # Packed modules of other tests have another one.
+    monkeypatch.setattr(modules, "_living", weakref.WeakValueDictionary())
     layers = [quantize_frozen(frozen_linear(), bits) for bits in (4, 8)]
     layers.append(copy.deepcopy(layers[0]))
     for layer in layers:
@@ -188,9 +173,8 @@ def test_an_adapter_that_would_change_a_packed_base_is_refused(initial):
     quantize_frozen(with_adapter(tiny_llama(), init_lora_weights=initial), 4)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_single_tokens_are_trained_as_in_the_dense_model_where_the_head_is_tied(bits):
-    packed = quantize_frozen(tiny_llama(tie_word_embeddings=True).requires_grad_(False), bits, pack_embeddings=True)
+def test_single_tokens_are_trained_as_in_the_dense_model_where_the_head_is_tied():
+    packed = quantize_frozen(tiny_llama(tie_word_embeddings=True).requires_grad_(False), 4, pack_embeddings=True)
     dense = tiny_llama(tie_word_embeddings=True).requires_grad_(False)
     for name, module in packed_modules(packed):
         dense.get_submodule(name).weight.data.copy_(module.weight.decode())
@@ -218,32 +202,12 @@ def test_peft_adapts_a_model_that_ties_nothing_and_has_no_input_embedding(bits):
     assert isinstance(with_adapter(model, target_modules=["q_proj"]).get_base_model(), type(model))
 
 
-def assign(layer: nn.Module) -> None:
-    layer.weight = torch.zeros(60, 140)
-
-
-def assign_data(layer: nn.Module) -> None:
-    layer.weight.data = torch.zeros(60, 140)
-
-
-def add_to_data(layer: nn.Module) -> None:
-    layer.weight.data += 1
-
-
-def assign_a_view(layer: nn.Module) -> None:
-    layer.weight = frozen_packed().weight.t()
-
-
-def resize(layer: nn.Module) -> None:
-    layer.weight.data = torch.zeros(61, 140)
-
-
 WRITES = {
-    "assignment": assign,
-    "assignment to data": assign_data,
-    "addition to data": add_to_data,
-    "a view": assign_a_view,
-    "another shape": resize,
+    "assignment": lambda layer: setattr(layer, "weight", torch.zeros(60, 140)),
+    "assignment to data": lambda layer: setattr(layer.weight, "data", torch.zeros(60, 140)),
+    "addition to data": lambda layer: layer.weight.data.add_(1),
+    "a view": lambda layer: setattr(layer, "weight", frozen_packed().weight.t()),
+    "another shape": lambda layer: setattr(layer.weight, "data", torch.zeros(61, 140)),
     "a method": lambda layer: layer.weight.zero_(),
     "a view in place": lambda layer: layer.weight[0].zero_(),
     "out": lambda layer: torch.add(torch.ones(60, 140), 1.0, out=layer.weight),
@@ -326,11 +290,9 @@ def test_a_base_quantized_by_another_library_is_refused():
         quantize_frozen(layer, 4)
 
 
-def test_optimizers_lose_frozen_parameters_or_are_refused(caplog):
+def test_optimizers_lose_frozen_parameters_or_are_refused_with_those_of_before(caplog):
     model = with_adapter(tiny_llama())
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="frozen parameters .*if param.requires_grad"):
-        drop_frozen(optimizer, [model], frozen_bits=4)
     drop_frozen(optimizer, [model], frozen_bits=None)
     assert (
         f"{sum(not param.requires_grad for param in model.parameters())} frozen parameters (base_model." in caplog.text
