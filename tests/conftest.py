@@ -1,6 +1,8 @@
 import fnmatch
 import importlib.util
 import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what takes long, or what the machine cannot run, and say so."""
     # A command that names files or folders runs all that is in them.
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        if unknown := patterns_without_tests(items):
+            raise pytest.UsageError(f"the mark `thorough` names no test by {', '.join(unknown)}")
         if not config.getoption("--all"):
             config.hook.pytest_deselected(items=[item for item in items if is_thorough(item)])
             items[:] = [item for item in items if not is_thorough(item)]
@@ -54,9 +58,34 @@ def starts_ranks(item: pytest.Item) -> bool:
 
 def is_thorough(item: pytest.Item) -> bool:
     """Return whether a test is left to ``--all``: it is marked ``thorough``, or its parameters are those that the mark names."""
-    parameters = getattr(getattr(item, "callspec", None), "id", "")
-    patterns = [mark.args or ["*"] for mark in item.iter_markers("thorough")]
-    return any(fnmatch.fnmatchcase(parameters, each) for of_mark in patterns for each in of_mark)
+    return any(
+        not patterns or any(fnmatch.fnmatchcase(id_of(item), each) for each in patterns) for patterns in marks_of(item)
+    )
+
+
+def marks_of(item: pytest.Item) -> Iterator[Sequence[str]]:
+    """Iterate over the patterns of each mark ``thorough`` of a test. One without patterns means all of its parameters."""
+    return (mark.args for mark in item.iter_markers("thorough"))
+
+
+def id_of(item: pytest.Item) -> str:
+    """Return the id of a test's parameters."""
+    return getattr(getattr(item, "callspec", None), "id", "")
+
+
+def patterns_without_tests(items: Sequence[pytest.Item]) -> list[str]:
+    """Return the patterns of marks that name no parameters of their test."""
+    ids: dict[str, list[str]] = defaultdict(list)
+    for item in items:
+        ids[item.nodeid.partition("[")[0]].append(id_of(item))
+    named = {
+        (name, pattern)
+        for item in items
+        for mark in marks_of(item)
+        for pattern in mark
+        for name in [item.nodeid.partition("[")[0]]
+    }
+    return sorted(f"{name}: {pattern}" for name, pattern in named if not fnmatch.filter(ids[name], pattern))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -46,6 +46,24 @@ def test_every_operator_equals_the_reference(seed, max_numel):
 
 @needs_compiled
 @pytest.mark.parametrize("bits", QMAX)
+def test_every_quotient_of_bf16(bits):
+    """Every largest value of a block, and below it every value that does not plainly encode to zero."""
+    below = torch.arange(0x3C80, 0x4300, dtype=torch.int16).view(torch.bfloat16)  # 2^-6 to 2^7
+    first = 0x3F80 + 0x80 * (LARGEST_LEVEL[bits].bit_length() - 1)  # the power of two below the largest level
+    largest = torch.arange(first, first + 128, dtype=torch.int16).view(torch.bfloat16)  # every significand
+    rows = [torch.cat([below[below <= top], -below[below <= top]]) for top in largest]
+    block = max(map(len, rows))
+    values = torch.stack([torch.nn.functional.pad(row, (0, block - len(row))) for row in rows])
+    layout = WireLayout([Segment(values.numel(), bits)], block)
+    ops.set_kernels("reference")
+    expected = ops.quantize(values, layout)
+    for name in COMPILED:
+        ops.set_kernels(name)
+        assert torch.equal(ops.quantize(values, layout), expected), name
+
+
+@needs_compiled
+@pytest.mark.parametrize("bits", QMAX)
 def test_every_boundary_between_codes(bits):
     """Every significand of a scale, every boundary, and the floats beside it: a wrong division would show there."""
     scales = scale_significands()
