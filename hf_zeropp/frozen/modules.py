@@ -266,6 +266,11 @@ class Scratch(threading.local):
         # A module that was copied or unpickled holds the object of its process.
         return shared_scratch, ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this thread's largest buffer."""
+        return max((buffer.nbytes for buffer in self._buffers.values()), default=0)
+
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory [numel], which is valid until this thread's next call. A buffer grows to the largest weight."""
         if dtype not in self._buffers or self._buffers[dtype].numel() < numel:

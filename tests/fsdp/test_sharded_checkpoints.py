@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from test_pytorch_2d import REPLICAS, TENSORS, make, mesh_of
+from test_pytorch_2d import REPLICAS, TENSORS, loss_of, make, mesh_of
 from test_two_meshes import WIDTH, sharded, used_by
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from toy import POLICIES, loss_of, tokens_of
+from toy import POLICIES
 from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
@@ -99,12 +99,12 @@ def assert_resumes(
 
 def scenario_replicas(rank: int) -> None:
     mesh = mesh_of(REPLICAS)
-    assert_resumes(lambda: make(mesh, 12), lambda model, step: loss_of(model, tokens_of(rank, step)), 1)
+    assert_resumes(lambda: make(mesh, 12), lambda model, step: loss_of(model, mesh, step), 1)
 
 
 def scenario_fsdp_and_tp(rank: int) -> None:
     mesh = mesh_of(TENSORS)
-    assert_resumes(lambda: make(mesh, 12), lambda model, step: loss_of(model, tokens_of(rank // 2, step)), 2)
+    assert_resumes(lambda: make(mesh, 12), lambda model, step: loss_of(model, mesh, step), 2)
 
 
 def scenario_fsdp_and_ep(rank: int) -> None:
@@ -120,7 +120,7 @@ def scenario_stages_and_fsdp(rank: int) -> None:
     stage = mesh.get_local_rank("pp")
     assert_resumes(
         lambda: make(mesh, 12, depth=2 + stage),
-        lambda model, step: loss_of(model, tokens_of(rank, step)),
+        lambda model, step: loss_of(model, mesh, step),
         1,
         stage=f"stage {stage} ",
         mesh=mesh["dp"],
