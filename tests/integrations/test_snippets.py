@@ -17,7 +17,6 @@ from harness import Scenarios, scenarios_of
 from torch.utils.data import DataLoader
 from trainer_runs import tiny_model, token_data
 
-from hf_zeropp import get_handle
 from hf_zeropp.config import is_enabled
 
 ROOT = Path(__file__).parent.parent.parent
@@ -81,8 +80,8 @@ def scenario_with_accelerate_and_the_switch_off(rank: int) -> None:
 
 def scenario_with_the_trainer(rank: int) -> None:
     begin()
-    names = run("callbacks=[ZeroPPCallback()]", {"model": tiny_model(), "dataset": token_data(32)})
-    assert get_handle(names["trainer"].model_wrapped).is_active
+    names = run("callbacks=[callback]", {"model": tiny_model(), "dataset": token_data(32)})
+    assert names["callback"].handle.is_active
 
 
 def scenario_with_lora(rank: int) -> None:
@@ -112,6 +111,6 @@ def test_snippets_run(scenario: str) -> None:
 
 
 def test_every_snippet_of_the_guides_runs() -> None:
-    ran = ("fsdp_plugin=plugin", "handle.traffic.print", "accelerator.save_state", "callbacks=[ZeroPPCallback()]")
+    ran = ("fsdp_plugin=plugin", "handle.traffic.print", "accelerator.save_state", "callbacks=[callback]")
     ran += ("get_peft_model", "fully_shard(layer)", "gather.copy.state")
     assert [snippet for snippet in snippets() if not any(words in snippet for words in ran)] == []
