@@ -221,6 +221,7 @@ def _install_two_hops(
 def _check_of(
     unit: Unit, mesh: ShardMesh, run: ModelRun, hops: TwoHopGather | None, decisions: Decisions
 ) -> SecondaryCheck | None:
+    """Make what compares the copies of a unit with its masters; None where nothing is to be compared."""
     if not run.checks or hops is None or mesh.hpz_size is None:
         return None
     # The ranks of this mesh compare their copies with each other. If the model has further ranks (replicas, or experts on a mesh
@@ -230,6 +231,7 @@ def _check_of(
 
 
 def _gather_hops(mesh: ShardMesh, run: ModelRun) -> TwoHopGather | None:
+    """Make the two hops in which units of a mesh gather; None where FSDP2 gathers them itself."""
     # Nothing is quantized and nothing is kept here, so the gather stays FSDP2's own. It is wrapped all the same:
     # its bytes are counted, and a unit that stayed unsharded is gathered anew when its weights change.
     if leaves_gathers_to_fsdp2(run.config, mesh.hpz_size, mesh.topology.num_ranks):

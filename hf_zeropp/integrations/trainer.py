@@ -94,7 +94,7 @@ class ZeroPPCallback(TrainerCallback):
     """
 
     _settings: Any = None
-    """Those of Trainers whose arguments hold none. None stands for the environment."""
+    """The ZeRO++ settings for a Trainer whose arguments have none. None: those of the environment."""
 
     def __init__(self, *, update_folder: str | os.PathLike[str] | None = None, update_place: str | None = None) -> None:
         self._update_folder, self._update_place = update_folder, update_place

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hf_zeropp"
-# What ranks agree on before a model trains, numbers of the host, and checks for which the host waits where it is asked to.
+# Modules in which the host may wait for the device: they run before training begins, compute with numbers of the host alone, or
+# compare weights where a user asked for it.
 OFF_PATH = {"comm.agreement", "comm.topology", "fsdp.gradients.plain", "fsdp.meshes", "fsdp.questions"}
 OFF_PATH |= {"fsdp.weights.frozen_copies", "fsdp.weights.low_rates", "fsdp.weights.secondary_check"}
 OPERATORS = ("ops.wire", "ops.kernels", "ops.native", "ops.frozen_format")

@@ -28,6 +28,12 @@ def test_hazards_can_be_left_out():
         assert all(not hazards(generate(seed, HAZARDS, mesh)) for seed in (SEEDS[:100] if mesh else SEEDS))
 
 
+@pytest.mark.parametrize("line", ["train(1)", "train(wrong=1)", "x = 1", "fly()"])
+def test_unknown_lines_are_refused(line):
+    with pytest.raises((ValueError, KeyError)):
+        Case.parse(f"world(size=2, ranks_per_node=1)\nmodel()\n{line}")
+
+
 def test_programs_are_made_short():
     """A failure that takes a clip behind two micro-steps, and nothing else."""
 

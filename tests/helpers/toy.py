@@ -27,7 +27,7 @@ EXACT = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits":
 """Settings under which nothing is quantized and no secondary shard is kept."""
 LLAMA = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 LLAMA |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-"""What the configs of tiny Llamas have in common."""
+"""Arguments of ``LlamaConfig`` that all tiny Llamas of the tests share. Each test adds its sizes."""
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

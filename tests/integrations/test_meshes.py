@@ -183,7 +183,7 @@ def train_sharded_at_load(rank: int, folder: str, saved: str, mesh: str) -> None
         # Experts that are whole on one rank are not sharded: there is nothing to gather.
         assert num_fsdp2_gathers(trainer.model) == (2 if mesh == "whole experts" else 0)
         moved = total(handle.traffic.counts.values())
-        # Where tensor parallelism takes a node, none of the ranks that hold the same part is beside another.
+        # With tensor parallelism over the ranks of a node, the ranks that shard one part of the model are on different nodes.
         assert moved.cross_node > 0 and (moved.intra_node > 0) == ("tp" not in mesh)
         assert ("reduce, replicas" in handle.traffic.counts) == ("dp_replicate" in mesh)
 

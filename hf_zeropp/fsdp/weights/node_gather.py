@@ -41,7 +41,7 @@ class NodeGather(CountedAllGather):
         self.first_param = names[0]
 
     def begin(self) -> None:
-        """Let ranks know of the gather.
+        """Refuse weights that were made trainable, and call ``before_gather``, by which ranks agree that all of them gather.
 
         Raises:
             ValueError: a weight of the unit was made trainable. Ranks agreed on which before (``weight_decisions.py``).

@@ -211,10 +211,11 @@ class WeightDecisions:
         for gather, change in zip(self.gathers, largest, strict=True):
             if gather in changes:
                 gather.copy.agree(Change(change))
-        if self._run.checks:  # before one waits for another that sends nothing
-            changed = [gather.copy.due for gather in self.gathers]
+        if self._run.checks:
+            # Ranks compare which units' weights they are about to send. Otherwise a rank could wait for one that sends nothing.
+            to_send = [gather.copy.due for gather in self.gathers]
             self._questions.ask(
-                "start the hops of stale weights", changed, describe=lambda index: f"due for {changed[index].name}"
+                "start the hops of stale weights", to_send, describe=lambda index: f"due for {to_send[index].name}"
             ).confirm()
         due = [gather for gather in asked if gather.can_start_ahead]
         self._schedule.begin(due, starts_now=starts_now)

@@ -260,8 +260,8 @@ class Side(ABC):
             f"grad {name}": None if grad is None else self._rows(name, grad).clone() for name, grad in grads.items()
         }
 
-    # What the sides have in common. Each has besides: ``_build_nets``, ``_outputs`` of the models that have an input, this rank's
-    # ``_rows`` of a parameter or gradient, without autograd and not copied, and ``_backward_with_steps``.
+    # Defaults that a side may override. Every side also defines ``_build_nets``; ``_outputs``, of the models that have an input;
+    # ``_rows``, this rank's rows of a parameter or gradient, without autograd and not copied; and ``_backward_with_steps``.
 
     def _finish_models(self) -> None:  # noqa: B027 - the oracle has nothing to do
         """Do what follows before anything holds the parameters."""
