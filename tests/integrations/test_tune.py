@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,8 @@ def start_tune(folder: Path, *words: str) -> subprocess.Popen[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ZEROPP_")}
     environment = inherited | LAUNCHED | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     del environment["ZEROPP_RANKS_PER_NODE"]
+    # The folders of trials lie in the test's own, so that a trial that hangs can be read: ``ended`` shows its output.
+    environment |= {"TMPDIR": str(folder), "PYTHONFAULTHANDLER": "1"}
     line = [sys.executable, "-m", "hf_zeropp.cli", "tune", *words]
     return subprocess.Popen(
         line,
@@ -209,6 +212,27 @@ def start_tune(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
+def ended(nodes: list[subprocess.Popen[str]], folder: Path, limit_s: float) -> list[tuple[str, str]]:
+    """Wait until each node's search has ended, and return what each said.
+
+    A search that takes longer fails the test. The failure shows the output of each trial of each node, and the stacks of the
+    processes that were still running.
+    """
+    deadline = time.monotonic() + limit_s
+    try:
+        return [node.communicate(timeout=deadline - time.monotonic()) for node in nodes]
+    except subprocess.TimeoutExpired:
+        jobs = [child for node in nodes for child in psutil.Process(node.pid).children(recursive=True)]
+        for node in nodes:
+            node.kill()
+        for process in jobs:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGABRT)  # Python prints the stacks of its threads and ends
+        psutil.wait_procs(jobs, timeout=30)
+        outputs = sorted(folder.glob("hf-zeropp-tune-*/*/output"))
+        pytest.fail("\n".join(f"{output}:\n{output.read_text()}" for output in outputs))
+
+
 @pytest.mark.thorough
 def test_two_nodes_behind_torchrun(tmp_path: Path) -> None:
     """The same command on each node, one after the other on the same port: all trials meet."""
@@ -217,14 +241,14 @@ def test_two_nodes_behind_torchrun(tmp_path: Path) -> None:
     script = ["-m", "hf_zeropp.run", *ACCELERATE, "--out", "{folder}/losses.json"]
     flags = ["--rounds", "1", "--json"]
     nodes = [start_tune(tmp_path, *flags, *launcher, str(node), *script) for node in range(2)]
-    said = [node.communicate(timeout=600) for node in nodes]
+    said = ended(nodes, tmp_path, 900)
     assert [node.returncode for node in nodes] == [0, 0], said
     for found in (json.loads(out) for out, _ in said):
         assert {*found["candidates"]} == {STOCK, *command.TRIED} and not found["failed"]
         assert all(each["difference"] < 0.01 for each in found["candidates"].values())
         received = {name: each["trials"][0]["received"] for name, each in found["candidates"].items()}
         assert received[STOCK] == 0 < received["min_traffic"] < received["half_model"] < received["balanced"]
-    assert os.listdir(tmp_path) == []
+    assert [*tmp_path.glob("hf-zeropp-tune-*")] == []
 
 
 @pytest.mark.thorough("SIGTERM")
