@@ -163,7 +163,8 @@ class WeightGather(CommObject, AllGather):
             with copy.guard():
                 gather_both_hops(self.hops, output_tensor, input_tensor, self.layouts(input_tensor.dtype))
             return None
-        # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still due.
+        # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still due: an offloaded
+        # shard's is, and those of others have started ahead.
         if copy.due != Change.NONE:
             self.start(input_tensor)
         if copy.is_under_way:
@@ -280,7 +281,7 @@ class WeightGather(CommObject, AllGather):
 
     @property
     def waits_in_node(self) -> bool:
-        """Whether a gather that is not of all ranks makes those wait for each other that share the copy."""
+        """Whether ranks of the node may wait for each other in a gather that is not of all ranks."""
         # Ranks that share memory read a copy that is there, and wait for each other where one lands.
         return not self.hops.shares_memory or self.copy.is_under_way
 

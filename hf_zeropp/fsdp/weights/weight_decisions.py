@@ -176,7 +176,7 @@ class WeightDecisions:
         return current_backward() != -1 and any(gather.unit.is_in_backward for gather in gathers)
 
     def _may_part(self) -> bool:
-        """Return whether ranks of a node could wait for each other in this pass, which begins, and tell each other in time."""
+        """Return whether ranks of a node tell each other what they gather, before each gather of the pass that begins."""
         waits = not devices.has_streams(self._run.mesh.device_type) and self._run.mesh.topology.node_group.size() > 1
         if not (waits and torch.is_grad_enabled()):
             return False
