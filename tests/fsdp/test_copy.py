@@ -116,6 +116,15 @@ def test_every_move_from_every_state():
     assert run_ranks(walk_all_moves, 1) == [len(State) * len(MOVES)]
 
 
+@pytest.mark.parametrize("state", [state for state in State if state is not State.FAILED])
+@pytest.mark.parametrize("change", [Change.STEPPED, Change.EDITED, Change.INVALID])
+def test_a_copy_is_due_behind_every_change(state, change):
+    """Without a look at ``TABLE``: a copy that is crossing when its weights change would else be used as it lands."""
+    copy = copy_in(state)
+    copy.agree(change)
+    assert copy.due >= change
+
+
 def test_what_was_encoded_is_dropped_where_ranks_agree_anew():
     copy = copy_in(State.ENCODED)
     copy.agree(Change.NONE)
