@@ -215,22 +215,24 @@ def start_tune(folder: Path, *words: str) -> subprocess.Popen[str]:
 def ended(nodes: list[subprocess.Popen[str]], folder: Path, limit_s: float) -> list[tuple[str, str]]:
     """Wait until each node's search has ended, and return what each said.
 
-    A search that takes longer fails the test. The failure shows the output of each trial of each node, and the stacks of the
-    processes that were still running.
+    A search that takes longer fails the test. The failure shows what each node said, the output of each trial that was under
+    way, and the stacks of its processes. One node may have ended, while the other waits for it.
     """
     deadline = time.monotonic() + limit_s
     try:
         return [node.communicate(timeout=deadline - time.monotonic()) for node in nodes]
     except subprocess.TimeoutExpired:
-        jobs = [child for node in nodes for child in psutil.Process(node.pid).children(recursive=True)]
+        running = [psutil.Process(node.pid) for node in nodes if node.poll() is None]
+        jobs = [child for node in running for child in node.children(recursive=True)]
         for node in nodes:
             node.kill()
+        said = [node.communicate()[1] for node in nodes]
         for process in jobs:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGABRT)  # Python prints the stacks of its threads and ends
         psutil.wait_procs(jobs, timeout=30)
         outputs = sorted(folder.glob("hf-zeropp-tune-*/*/output"))
-        pytest.fail("\n".join(f"{output}:\n{output.read_text()}" for output in outputs))
+        pytest.fail("\n".join([*said, *(f"{output}:\n{output.read_text()}" for output in outputs)]))
 
 
 @pytest.mark.thorough

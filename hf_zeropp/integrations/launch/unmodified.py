@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zeropp.apply import has_handles
 from hf_zeropp.comm.backend_variables import set_backend_variables
+from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.sharded_models import find_sharded_modules
@@ -56,6 +57,7 @@ def put_in_force(settings: Settings = None) -> None:
         _watch_first_steps()
     else:
         record_steps()
+        give_gloo_time_at_exit()  # under ZeRO++ ``apply_zeropp`` does it
     set_backend_variables()
     # It is imported here and not above, because that takes a second, and wrong settings should be refused before.
     from hf_zeropp.integrations.launch.default_callback import serve_scripts
