@@ -63,6 +63,7 @@ class WeightDecisions:
         self._of_nodes = of_nodes
         self._schedule = GatherSchedule(run.mesh.device_type, overlaps=run.config.overlap)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
+        self._trains = False  # whether the outermost of them has gradients
         for gather in of_nodes:
             gather.before_gather = self.before_node_gather
 
@@ -90,9 +91,11 @@ class WeightDecisions:
             manner = "" if torch.is_grad_enabled() else " without gradients"
             self._agree(list(filter(is_inside, self.gathers)), f"run a forward pass of {entrance.name}{manner}")
             self._questions.tells_node = self._may_part()
+        # Reentrant checkpointing turns gradients off around a layer that trains.
+        self._trains = torch.is_grad_enabled() or (self._trains and bool(self._entered))
         self._entered.append(entrance)
         # Whether layers are recomputed in backward follows from the forward pass. In generation nodes may run different ones.
-        if torch.is_grad_enabled() and current_backward() == -1 and not self.is_generating:
+        if self._trains and current_backward() == -1 and not self.is_generating:
             self._questions.note(f"forward passes of {entrance.name}")
 
     def leave_forward(self, entrance: Entrance) -> None:
