@@ -92,7 +92,7 @@ class WeightDecisions:
             self._agree(list(filter(is_inside, self.gathers)), f"run a forward pass of {entrance.name}{manner}")
             self._questions.tells_node = self._may_part()
         # Reentrant checkpointing turns gradients off around a layer that trains.
-        self._trains = torch.is_grad_enabled() or (self._trains and bool(self._entered))
+        self._trains = torch.is_grad_enabled() or (self._trains and len(self._entered) > 0)
         self._entered.append(entrance)
         # Whether layers are recomputed in backward follows from the forward pass. In generation nodes may run different ones.
         if self._trains and current_backward() == -1 and not self.is_generating:
