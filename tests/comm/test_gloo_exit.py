@@ -1,4 +1,4 @@
-"""A process that ran ZeRO++ lets other threads run Python before it ends, because gloo's threads may still need to."""
+"""A process of this package lets other threads run Python before it ends, because gloo's threads may still need to."""
 
 import os
 import subprocess

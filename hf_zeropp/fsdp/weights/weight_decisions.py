@@ -90,12 +90,14 @@ class WeightDecisions:
             # A pass without gradients leaves out what a rank that trains would wait for.
             manner = "" if torch.is_grad_enabled() else " without gradients"
             self._agree(list(filter(is_inside, self.gathers)), f"run a forward pass of {entrance.name}{manner}")
-            self._questions.tells_node = self._may_part()
-        # Reentrant checkpointing turns gradients off around a layer that trains.
-        self._trains = torch.is_grad_enabled() or (self._trains and len(self._entered) > 0)
+            self._questions.tells_node = self._should_tell_node()
+        if not self._entered:
+            self._trains = torch.is_grad_enabled()
         self._entered.append(entrance)
         # Whether layers are recomputed in backward follows from the forward pass. In generation nodes may run different ones.
-        if self._trains and current_backward() == -1 and not self.is_generating:
+        # Reentrant checkpointing turns gradients off around a layer that trains.
+        trains = self._trains or torch.is_grad_enabled()
+        if trains and current_backward() == -1 and not self.is_generating:
             self._questions.note(f"forward passes of {entrance.name}")
 
     def leave_forward(self, entrance: Entrance) -> None:
@@ -178,7 +180,7 @@ class WeightDecisions:
         # backward pass of another model, which runs this one in a hook, has no answers for it.
         return current_backward() != -1 and any(gather.unit.is_in_backward for gather in gathers)
 
-    def _may_part(self) -> bool:
+    def _should_tell_node(self) -> bool:
         """Return whether ranks of a node tell each other what they gather, before each gather of the pass that begins."""
         waits = not devices.has_streams(self._run.mesh.device_type) and self._run.mesh.topology.node_group.size() > 1
         if not (waits and torch.is_grad_enabled()):

@@ -57,8 +57,8 @@ def put_in_force(settings: Settings = None) -> None:
         _watch_first_steps()
     else:
         record_steps()
-        give_gloo_time_at_exit()  # under ZeRO++ ``apply_zeropp`` does it
     set_backend_variables()
+    give_gloo_time_at_exit()
     # It is imported here and not above, because that takes a second, and wrong settings should be refused before.
     from hf_zeropp.integrations.launch.default_callback import serve_scripts
 
