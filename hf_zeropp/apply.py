@@ -197,6 +197,8 @@ def _install_two_hops(
         if any(ranks_of(unit) == ranks for unit in units):
             ways[ranks] = _gather_hops(mesh, run), _reduce_hops(mesh, run)
     for unit in units:
+        if run.config.keeps_weights and unit.trains:
+            unit.stay_gathered_after_forward()
         gather_hops, reduce_hops = ways[ranks_of(unit)]
         check = _check_of(unit, meshes[ranks_of(unit)], run, gather_hops, decisions)
         gather = WeightGather(unit, run, decisions.weights.before_gather, gather_hops, check)

@@ -91,7 +91,8 @@ class ZeroPPConfig:
             64 micro-steps on take fp32: a sum in bf16 stops growing once what is added is under 1/256 of it.
         qgz_accumulate: where the gradients of micro-steps add up. ``"node"``: every micro-step sums them within the node, and 1/N
             of the unit is kept. ``"rank"``: they stay on the rank at full size until the last micro-step, as
-            under FSDP2's ``set_requires_gradient_sync(False)``, and so do weights under its ``reshard_after_forward=False``.
+            under FSDP2's ``set_requires_gradient_sync(False)``. ``"whole"``: the weights that train stay there too, so that
+            each unit is gathered once per step (FSDP2's ``reshard_after_forward=False``).
         frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
             Frozen weights are sharded within the node in every case and do not cross nodes.
         pack_embeddings: whether ``frozen_bits`` packs embeddings and heads too. By default they stay as they were loaded, as
@@ -116,7 +117,7 @@ class ZeroPPConfig:
     qgz_intra_bits: int | Literal["auto"] | None = AUTO
     qgz_until: float = 1.0
     qgz_accumulator: Literal["float32", "bfloat16"] = "float32"
-    qgz_accumulate: Literal["node", "rank"] = "node"
+    qgz_accumulate: Literal["node", "rank", "whole"] = "node"
     frozen_bits: int | None = None
     pack_embeddings: bool = False
     overlap: bool = True
@@ -173,7 +174,12 @@ class ZeroPPConfig:
     @property
     def accumulates_on_rank(self) -> bool:
         """Whether gradients stay on the rank, at full size, until the last micro-step."""
-        return self.qgz_accumulate == "rank"
+        return self.qgz_accumulate != "node"
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights that train stay gathered, at full size, until the last micro-step."""
+        return self.qgz_accumulate == "whole"
 
     @property
     def of_frozen(self) -> dict[str, Any]:
@@ -420,7 +426,7 @@ _CHECKS: dict[str, Check] = {
     "qgz_intra_bits": one_of(AUTO, *NODE_GRADIENT_BITS, None),
     "qgz_until": fraction,
     "qgz_accumulator": one_of("float32", "bfloat16"),
-    "qgz_accumulate": one_of("node", "rank"),
+    "qgz_accumulate": one_of("node", "rank", "whole"),
     "frozen_bits": one_of(8, 4, None),
     "pack_embeddings": flag,
     "overlap": flag,

@@ -138,7 +138,7 @@ class ZeroPPHandle:
             self._decisions.gradients.deliver()
 
     def discard_accumulated(self) -> None:
-        """Forget micro-steps accumulated so far (``zero_grad`` does it too, but with ``qgz_accumulate="rank"``)."""
+        """Forget micro-steps accumulated so far (``zero_grad`` does it too with ``qgz_accumulate="node"``)."""
         for reduce in self.reduces:
             reduce.discard()
 

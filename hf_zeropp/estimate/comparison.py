@@ -45,7 +45,6 @@ class Row:
         memory: bytes per rank, with gathered units, without activations.
         fits: whether that is within the memory of a GPU.
         settings: of a choice: a preset, and what to set beside it. None for methods.
-        keeps_weights: whether weights stay whole until the last micro-step.
     """
 
     method: str
@@ -53,7 +52,6 @@ class Row:
     memory: float
     fits: bool
     settings: dict[str, Any] | None = None
-    keeps_weights: bool = False
 
 
 def methods_of(setup: Setup) -> list[str]:
@@ -79,38 +77,33 @@ def resolved(job: Job, name: str) -> tuple[Job, Method | None]:
     return job, None if name == SETTINGS else METHODS[name]
 
 
-def with_settings(job: Job, settings: Mapping[str, Any], **changes: Any) -> Job:
-    """Return the job under other settings, with changes of its setup. How the frozen base is stored stays as it is."""
+def with_settings(job: Job, settings: Mapping[str, Any]) -> Job:
+    """Return the job under other settings. How the frozen base is stored stays as it is."""
     config = ZeroPPConfig.from_dict({**settings, **job.setup.config.of_frozen})
-    return dataclasses.replace(job, setup=dataclasses.replace(job.setup, config=config, **changes))
+    return dataclasses.replace(job, setup=dataclasses.replace(job.setup, config=config))
 
 
 def choices(job: Job) -> list[Row]:
     """Return a row for each choice: presets, with and without codes within a node, and gradients, or weights too, on the rank."""
     setup = job.setup
     presets = [preset for preset in EXACTNESS if setup.learning_rate >= lowest_rate(ZeroPPConfig.preset(preset))]
+    on_rank = ("rank", "whole") if setup.micro_steps > 1 else ("whole",)
+    places: list[dict[str, str]] = [{}, *({"qgz_accumulate": where} for where in on_rank)]
     rows = []
     # Within one node only ``pcie`` sends anything else than FSDP2 does.
     for preset in presets if setup.num_nodes > 1 else ("pcie",):
         # On CPU codes within a node are the default. Some presets name their bits.
         has_bits = setup.on_cpu or "qgz_intra_bits" in PRESETS[preset]
         for hops in ({},) if has_bits else ({}, CODES_WITHIN_NODE):
-            plain = {"preset": preset, **hops}
-            on_rank = plain | {"qgz_accumulate": "rank"} if setup.micro_steps > 1 else plain
-            rows.append(_choice(job, plain))
-            if on_rank != plain:
-                rows.append(_choice(job, on_rank))
-            if not job.model.frozen_units:  # a frozen base would be gathered whole, and stay
-                rows.append(_choice(job, on_rank, keeps_weights=True))
+            rows += [_choice(job, {"preset": preset, **hops, **place}) for place in places]
     return rows
 
 
-def _choice(job: Job, settings: dict[str, Any], *, keeps_weights: bool = False) -> Row:
-    (row,) = compare(with_settings(job, settings, keeps_weights=keeps_weights), [SETTINGS])
+def _choice(job: Job, settings: dict[str, Any]) -> Row:
+    (row,) = compare(with_settings(job, settings), [SETTINGS])
     beside = ", ".join(f"{name}: {value}" for name, value in settings.items() if name != "preset")
     name = f"{settings['preset']} ({beside})" if beside else settings["preset"]
-    name += ", weights kept" if keeps_weights else ""
-    return dataclasses.replace(row, method=name, settings=settings, keeps_weights=keeps_weights)
+    return dataclasses.replace(row, method=name, settings=settings)
 
 
 def memory_of(job: Job, method: str) -> float:
@@ -174,8 +167,6 @@ def recommendation(job: Job, rows: Sequence[Row]) -> str:
     else:
         frozen = {name: value for name, value in job.setup.config.of_frozen.items() if value}
         text = yaml.safe_dump({BLOCK: row.settings | frozen}, sort_keys=False)
-        if row.keeps_weights:
-            text += "# and reshard_after_forward=False, so that weights stay until the last micro-step\n"
     return f"{text}# {_reason(job, row, rows, own)}\n# Learning rate: {job.setup.learning_rate:g} (--learning-rate).\n"
 
 

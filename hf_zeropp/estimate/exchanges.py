@@ -24,7 +24,9 @@ HALF_BYTES = 2
 def gathers_of(unit: UnitShape, setup: Setup) -> int:
     """Return how often a unit is gathered in one optimizer step: once where weights stay whole until the last micro-step."""
     micro_steps, reshards = setup.micro_steps, unit.reshards
-    return 1 if setup.keeps_weights else predictions.gathers_per_step(micro_steps, reshards_after_forward=reshards)
+    return (
+        1 if setup.config.keeps_weights else predictions.gathers_per_step(micro_steps, reshards_after_forward=reshards)
+    )
 
 
 def hop_peers(group_size: int, setup: Setup) -> tuple[Peers, Peers]:

@@ -157,8 +157,9 @@ def fsdp2(model: ModelShape, setup: Setup, way: str = FSDP2) -> Estimate:
             micro-step, as gradients are. With ``IN_NODE`` backward passes gather within the node, from shards of 1/N of the
             weights that forward passes leave (``reshard_after_forward=N``).
     """
-    if way == KEPT:
-        setup = dataclasses.replace(setup, keeps_weights=True)
+    # Of the settings of this package FSDP2 has one alone, which is a way here.
+    config = dataclasses.replace(setup.config, qgz_accumulate="whole" if way == KEPT else "node")
+    setup = dataclasses.replace(setup, config=config)
     memory = _sharded_memory(model, setup)
     gradients = setup.reduce_dtype.itemsize * model.num_trainable
     if setup.micro_steps > 1 and way != SYNCED:
@@ -205,7 +206,7 @@ def _gathered_at_once(model: ModelShape, setup: Setup) -> int:
     """Return the bytes of full weights that a rank holds at one time, at most."""
     whole = HALF_BYTES * setup.world_size
     units = [(unit, whole * slice_numel(unit.params, setup.world_size)) for unit in model.units]
-    return sum(num_bytes for _, num_bytes in units) if setup.keeps_weights else _largest_at_once(units)
+    return sum(num_bytes for _, num_bytes in units) if setup.config.keeps_weights else _largest_at_once(units)
 
 
 def _largest_at_once(units: Sequence[tuple[UnitShape, int]]) -> int:

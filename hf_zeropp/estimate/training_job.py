@@ -47,8 +47,6 @@ class Setup:
         fp32_reduce: whether FSDP2 and this package reduce gradients in fp32 instead of bf16.
         learning_rate: of AdamW. How many weights change in a step depends on it (``qwz_mode="exact"``).
         on_cpu: whether ranks compute on CPUs. Settings that say ``"auto"`` depend on it.
-        keeps_weights: whether weights stay whole until the last micro-step (``reshard_after_forward=False``, and gradients on
-            the rank). Of models without frozen weights.
 
     Raises:
         ValueError: the nodes do not divide the world, or the learning rate is not above zero.
@@ -62,7 +60,6 @@ class Setup:
     fp32_reduce: bool = False
     learning_rate: float = ASSUMED_LEARNING_RATE
     on_cpu: bool = False
-    keeps_weights: bool = False
 
     def __post_init__(self) -> None:
         for size in (self.ranks_per_node, self.group_size):

@@ -132,8 +132,7 @@ def work_of_package(job: Job) -> list[UnitWork]:
     if job.setup.world_size > job.setup.group_size:
         trained = _work_of_all(trained_model.units, maker.trained)
     else:  # FSDP2's own collectives stay
-        method = METHODS[KEPT if job.setup.keeps_weights else FSDP2]
-        trained = work_of_method(dataclasses.replace(job, model=trained_model), method)
+        trained = work_of_method(dataclasses.replace(job, model=trained_model), METHODS[FSDP2])
     frozen = _work_of_all(job.model.frozen_units, maker.frozen)
     # A block of LoRA is two units, of its frozen weights and of its adapters, one after the other.
     return [one for pair in itertools.zip_longest(frozen, trained) for one in pair if one is not None]
@@ -234,7 +233,7 @@ class _Maker(StageMaker):
             all_reduce_last=reduce_last[split:],
             crossing=crossing,
             overlaps=overlaps,
-            keeps=self._setup.keeps_weights,
+            keeps=self._setup.config.keeps_weights,
         )
 
     def frozen(self, unit: UnitShape) -> UnitWork:

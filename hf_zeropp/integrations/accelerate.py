@@ -7,7 +7,7 @@ Three things that Accelerate does not do by itself are done here:
 - A plugin passed to a second Accelerator is ignored without a word as well. This is an error here.
 - On all micro-steps but the last, ``accumulate`` tells FSDP2 not to reduce gradients, so FSDP2 keeps them in full size. The
   setting ``sync_each_batch`` prevents this: FSDP2 then calls the reduction on every micro-step, and ours stays within the node
-  until the last. With ``qgz_accumulate="rank"`` Accelerate's own way stays.
+  until the last. Where they stay on the rank (``qgz_accumulate``) Accelerate's own way stays.
 
 [Note: Accelerate's order of calls]
 ``accelerator.prepare(model, optimizer)`` does the following under FSDP2 (``Accelerator._prepare_fsdp2``):

@@ -45,6 +45,7 @@ CONFIGS = {
     "codes within the node": {"qwz_intra_bits": 8, "qgz_intra_bits": 8},
     "exact": {"preset": "exact"},
     "gradients on the rank": {"qgz_accumulate": "rank"},
+    "weights and gradients on the rank": {"qgz_accumulate": "whole"},
 }
 METHOD_NAMES = (*METHODS, *PRESETS)
 MODEL = ModelShape.of_count("350M")
@@ -88,7 +89,7 @@ def test_bytes_are_those_that_a_run_predicts(name: str, micro_steps: int) -> Non
 
 def test_weights_that_are_kept_are_gathered_once() -> None:
     each_time = job(micro_steps=3, config={"qgz_accumulate": "rank"})
-    kept = dataclasses.replace(each_time, setup=dataclasses.replace(each_time.setup, keeps_weights=True))
+    kept = job(micro_steps=3, config={"qgz_accumulate": "whole"})
     line, before = ours(MODEL, kept.setup), ours(MODEL, each_time.setup)
     assert sent_in(kept, SETTINGS) == pytest.approx((line.cross_node, line.intra_node), rel=1e-9)
     assert line.cross_node == before.cross_node and line.intra_node < before.intra_node
@@ -227,7 +228,8 @@ def test_the_recommendation_follows_the_network_and_the_links_within_a_node() ->
     slow = dataclasses.replace(GPUS["4090"], within_rate=5e9)
     cluster = gpu_cluster(slow, 16, 4, 10e9 / 8)
     row = recommended((), choices(dataclasses.replace(job(), cluster=cluster)))
-    assert row is not None and row.settings == {"preset": "balanced", "qwz_intra_bits": 8, "qgz_intra_bits": 8}
+    assert row is not None and row.settings is not None
+    assert row.settings.items() >= {"preset": "balanced", "qwz_intra_bits": 8, "qgz_intra_bits": 8}.items()
     cluster = gpu_cluster(dataclasses.replace(GPUS["h100"], memory=1e6), 16, 4, 1e9)
     one = dataclasses.replace(job(), cluster=cluster)
     assert recommended(compare(one, STOCK), choices(one)) is None  # nothing fits a megabyte

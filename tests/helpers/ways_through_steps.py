@@ -421,6 +421,7 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "native, a copy on 8 ranks, nodes of 4": functools.partial(steps, **NATIVE, hpz_size=8, ranks_per_node=4),
     "native, secondary shards of weights": functools.partial(steps, **NATIVE, sizes=WHOLE_WIRES, qwz_mode="exact"),
     "accumulation on the rank": functools.partial(steps, counts=(3, 1), qgz_accumulate="rank", **NATIVE),
+    "weights and gradients on the rank": functools.partial(steps, counts=(3, 1), qgz_accumulate="whole", **NATIVE),
     "accumulation on the rank, gradients in 16 bits": functools.partial(
         steps, "bf16 reduce", counts=(3, 1), qgz_accumulate="rank"
     ),

@@ -85,21 +85,21 @@ def scenario_accumulation_on_the_rank(rank: int) -> None:
     Counted bytes are the predicted ones in the units Accelerate makes of a tied model: embedding with norm and head, and blocks.
     """
     found, node_bytes = {}, {}
-    for where in ("node", "rank"):
+    for where in ("node", "rank", "whole"):
         accelerator = new_accelerator(UNQUANTIZED | {"qgz_accumulate": where}, micro_steps=3)
         model, optimizer = prepared(accelerator, tiny_llama(tie_word_embeddings=True))
         handle = handle_of(accelerator, model)
         assert GradientState().plugin_kwargs.get("sync_each_batch", False) == (where == "node")
         train(accelerator, model, optimizer, rank, (0, 1))
-        assert any(unit.gradients.unreduced_bytes() for unit in handle.units) == (where == "rank")
+        assert any(unit.gradients.unreduced_bytes() for unit in handle.units) == (where != "node")
         train(accelerator, model, optimizer, rank, range(2, 6))
         predicted = {name: count.times(2) for name, count in handle.predict(3).items()}
         assert handle.traffic.counts == predicted, (where, handle.traffic.counts, predicted)
         assert (handle.traffic.steps, handle.traffic.micro_steps) == (2, 6)
         assert handle.partial_bytes() == 0
         found[where], node_bytes[where] = weights(model), handle.traffic.counts[REDUCE_NODE].intra_node
-    assert distance(found["rank"], found["node"]) < 1e-5
-    assert node_bytes["node"] == 3 * node_bytes["rank"]
+    assert distance(found["rank"], found["node"]) < 1e-5 and distance(found["whole"], found["rank"]) == 0
+    assert node_bytes["node"] == 3 * node_bytes["rank"] and node_bytes["whole"] == node_bytes["rank"]
 
 
 def scenario_one_machine_without_fast_links(rank: int) -> None:

@@ -21,7 +21,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.integrations.tune import command
 from hf_zeropp.integrations.tune.command import tune
 from hf_zeropp.integrations.tune.report import Search, block, sentence
-from hf_zeropp.integrations.tune.trial import STOCK, Trial, TrialError
+from hf_zeropp.integrations.tune.trial import STOCK, WHOLE, Trial, TrialError
 
 STEPS = 8
 ACCELERATE = [str(PLAIN), "--two_optimizers", "--steps", str(STEPS)]
@@ -69,12 +69,14 @@ def test_ranks_record_each_step(tmp_path: Path, kind: str) -> None:
 JOB = """
 import json, os, sys
 name = os.environ["ZEROPP_PRESET"] if os.environ["ZEROPP_ENABLED"] == "1" else "stock"
+name += os.environ.get("ZEROPP_QGZ_ACCUMULATE", "")
 with open(sys.argv[1], "a") as file:
     file.write(name + "\\n")
 made = {"seconds": 1.0, "received": 5.0, "zero3": 20.0, "loss": 2.0, "rate": 1e-4, "settings": None}
 if name != "stock":
     variables = [os.environ["ZEROPP_" + field] for field in ("QWZ_MODE", "QWZ_BITS")]
     made["settings"] = {"qwz_mode": variables[0], "qwz_bits": None if variables[1] == "none" else int(variables[1])}
+    made["settings"]["qgz_accumulate"] = os.environ.get("ZEROPP_QGZ_ACCUMULATE", "node")
 exec(sys.argv[2])
 for rank in range(2):
     with open(os.environ["ZEROPP_RECORD"] + f"/rank_{rank}.jsonl", "w") as file:
@@ -94,13 +96,21 @@ def tuned(tmp_path: Path, capsys: Any, change: str, *flags: str) -> dict[str, An
 
 def test_candidates_take_turns_and_the_fastest_is_recommended(tmp_path: Path, capsys: Any) -> None:
     found = tuned(tmp_path, capsys, "made['seconds'] = {'stock': 2.0, 'exact': 0.5}.get(name, 1.0)")
-    names = ["stock", "balanced", "exact", "half_model", "min_traffic"]
+    names = ["stock", "balanced", "balancedwhole", "exact", "half_model", "min_traffic"]
     assert (tmp_path / "names").read_text().split() == 2 * names
     assert found["recommended"] == "exact" and found["paste"].startswith("zeropp_config:\n  preset: exact")
     assert found["why"] == "exact: 0.5 s per step where stock FSDP2 takes 2 s (4.00 x)."
     verdicts = {name: each["verdict"] for name, each in found["candidates"].items()}
-    faster = dict.fromkeys(("balanced", "half_model", "min_traffic"), "faster")
+    faster = dict.fromkeys(("balanced", WHOLE, "half_model", "min_traffic"), "faster")
     assert verdicts == {STOCK: "", "exact": "recommended", **faster} and not found["failed"]
+
+
+def test_weights_that_stay_are_a_candidate(tmp_path: Path, capsys: Any) -> None:
+    found = tuned(tmp_path, capsys, "made['seconds'] = 0.5 if name.endswith('whole') else 1.0", "--rounds", "1")
+    assert found["recommended"] == WHOLE
+    assert found["paste"] == (
+        "zeropp_config:\n  preset: balanced  # in place of qwz_mode and qwz_bits\n  qgz_accumulate: whole"
+    )
 
 
 def test_the_folder_of_a_trial_is_its_own_and_temporary(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class GradientDecisions:
             )
         raise RuntimeError(
             f"An optimizer steps while gradients wait on rank {dist.get_rank()} for the last micro-step "
-            f'(qgz_accumulate="rank"), {among}. Let a last micro-step come before '
+            f'(qgz_accumulate="{self._run.config.qgz_accumulate}"), {among}. Let a last micro-step come before '
             "the step (handle.set_last_micro_step(True), and set_requires_gradient_sync(True) where that is False), or drop them "
             'with handle.discard_accumulated(). With qgz_accumulate="node" a step uses what has accumulated so far.'
         )

@@ -300,7 +300,7 @@ class WeightGather(CommObject, AllGather):
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Return the bytes of one optimizer step that makes no resync."""
-        # With ``qgz_accumulate="rank"`` a unit of ``reshard_after_forward=False`` is gathered in the first micro-step alone.
+        # Weights that stay until the last micro-step are gathered in the first one alone.
         if self._run.config.accumulates_on_rank and self.unit.gradients.let_weights_stay:
             micro_steps = 1
         if not self.has_wire_form:

@@ -18,8 +18,9 @@ from hf_zeropp.integrations.tune.report import Search, show, to_json
 from hf_zeropp.integrations.tune.trial import SKIPPED_STEPS, STOCK, TRIED, TrialError, start
 
 DESCRIPTION = (
-    "Start your own command on stock FSDP2 and under the presets balanced, exact, half_model and min_traffic, in turns, and say "
-    "which is fastest, or that none is faster than stock. The command stays as it is, with its launcher. Say in the script's own "
+    "Start your own command on stock FSDP2, under the presets balanced, exact, half_model and min_traffic, and under balanced "
+    "with weights and gradients that stay whole for all micro-steps of a step, in turns, and say which is fastest, or that none "
+    "is faster than stock. The command stays as it is, with its launcher. Say in the script's own "
     "words that it ends soon, without evaluation and checkpoints, and give it a seed. {folder} in the command stands for a "
     "temporary folder of the trial: hf-zeropp tune hf-zeropp launch --config_file FILE train.py --max_steps 12 --output_dir "
     f"{{folder}}. The first {SKIPPED_STEPS} steps are not measured. On several nodes run the same on each, as for the job itself."
@@ -54,7 +55,7 @@ def _search(args: argparse.Namespace, folder: Path) -> Search:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         line = progress.add_task("")
         for number, name in enumerate((STOCK, *TRIED) * args.rounds):
-            lowest = 0.0 if name == STOCK else lowest_rate(ZeroPPConfig.preset(name))
+            lowest = 0.0 if name == STOCK else lowest_rate(ZeroPPConfig.from_dict(TRIED[name]))
             if lowest and search.trials[STOCK][0].rate < lowest:  # its changes are too coarse for the job
                 search.failed[name] = f"not tried, since it loses too much at learning rates under {lowest:g}"
             if name in search.failed:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_zeropp.config import BLOCK, ENV_ENABLED
-from hf_zeropp.integrations.tune.trial import DIFFERENT, STOCK, Trial, TrialError
+from hf_zeropp.integrations.tune.trial import DIFFERENT, STOCK, TRIED, Trial, TrialError
 
 TOLERANCE = 0.02
 """The largest difference of losses, as a share of stock's largest. Default settings are off by 0.001 to 0.01 in a few steps."""
@@ -143,7 +143,8 @@ def block(search: Search) -> str:
     """Return what to paste into the job's config file, or its shell. All other settings stay the user's."""
     if search.best is None:
         return f"export {ENV_ENABLED}=0"
-    return f"{BLOCK}:\n  preset: {search.best}  # in place of {' and '.join(DIFFERENT)}"
+    lines = [f"  {name}: {value}" for name, value in TRIED[search.best].items()]
+    return "\n".join([f"{BLOCK}:", f"{lines[0]}  # in place of {' and '.join(DIFFERENT)}", *lines[1:]])
 
 
 def _verdict(search: Search, name: str) -> str:

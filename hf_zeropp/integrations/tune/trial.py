@@ -15,7 +15,13 @@ from hf_zeropp.config import ENV_ENABLED, ENV_PREFIX, ENV_RECORD, ZeroPPConfig
 from hf_zeropp.step_record import read_records
 
 STOCK = "stock FSDP2"
-TRIED = ("balanced", "exact", "half_model", "min_traffic")
+WHOLE = "balanced (qgz_accumulate: whole)"
+TRIED: dict[str, dict[str, Any]] = {
+    "balanced": {"preset": "balanced"},
+    WHOLE: {"preset": "balanced", "qgz_accumulate": "whole"},
+    **{name: {"preset": name} for name in ("exact", "half_model", "min_traffic")},
+}
+"""What to set for each candidate but stock, by its name."""
 DIFFERENT = ("qwz_mode", "qwz_bits")
 """The settings in which the presets that are tried differ."""
 SKIPPED_STEPS = 3
@@ -86,7 +92,7 @@ def start(job: Sequence[str], name: str, folder: Path, say: Callable[[str], None
 
     Args:
         job: its words. ``{folder}`` in them becomes a folder of this trial.
-        name: of the candidate: ``STOCK``, or a preset.
+        name: of the candidate: ``STOCK``, or one of ``TRIED``.
         folder: for this trial alone. It is made here.
         say: called with the candidate and the steps that it has made.
 
@@ -135,15 +141,17 @@ def start(job: Sequence[str], name: str, folder: Path, say: Callable[[str], None
 
 
 def _settings(name: str) -> dict[str, Any]:
-    """Return the settings in which a preset differs from the others that are tried."""
-    return {field: getattr(ZeroPPConfig.preset(name), field) for field in DIFFERENT}
+    """Return the settings in which a candidate differs from the others, without its preset."""
+    chosen = dict(TRIED[name])
+    preset = ZeroPPConfig.preset(chosen.pop("preset"))
+    return {field: getattr(preset, field) for field in DIFFERENT} | chosen
 
 
 def _variables(name: str) -> dict[str, str]:
     """Return the variables under which the job runs as a candidate. They go over its file; its other settings stay."""
     if name == STOCK:
         return {ENV_ENABLED: "0"}
-    settings = {"preset": name} | _settings(name)
+    settings = TRIED[name] | _settings(name)
     return {ENV_ENABLED: "1"} | {
         f"{ENV_PREFIX}{field.upper()}": "none" if value is None else str(value) for field, value in settings.items()
     }

@@ -128,7 +128,6 @@ class OwnStudy:
         cluster = Cluster(nodes * per_node, per_node, Link(link_rate), Link(math.inf), device, "gloo")
         config = ZeroPPConfig.resolve(dict(variant.zeropp or {}))
         setup = Setup(cluster.world_size, per_node, micro_steps, config=config, fp32_reduce=variant.fp32_reduce)
-        setup = dataclasses.replace(setup, keeps_weights=variant.keeps_weights and variant.zeropp is not None)
         method = _method_of(variant) if variant.zeropp is None else None
         # The ranks of a replica hold all of the model together, so under HSDP an optimizer has more to do.
         copies = nodes if method is not None and method.replicates else 1

@@ -55,7 +55,7 @@ class Variant:
         fp32_reduce: reduce gradients in fp32 instead of bf16.
         replicas: replicate over so many groups of nodes, and shard within each of them (HSDP). ``"nodes"`` replicates over
             nodes, which Transformers recommends between nodes.
-        keeps_weights: gather weights once a step, and keep them and full-size gradients until the last micro-step
+        keeps_weights: let FSDP2 gather weights once a step, and keep them and full-size gradients until the last micro-step
             (``set_reshard_after_forward``, ``set_reshard_after_backward`` and ``set_requires_gradient_sync``).
         gathers_in_node: keep weights of 1/N after the forward pass, and gather those of the backward pass within nodes
             (``reshard_after_forward=N``).
@@ -87,7 +87,7 @@ VARIANTS = {
         Variant("hpz", HPZ),
         Variant("qgz", QGZ),
         *(Variant(name, settings) for name, settings in PRESETS.items()),
-        Variant("balanced, kept", PRESETS["balanced"] | {"qgz_accumulate": "rank"}, keeps_weights=True),
+        Variant("balanced, kept", PRESETS["balanced"] | {"qgz_accumulate": "whole"}),
         Variant("balanced, 2 replicas", PRESETS["balanced"], replicas=2),
         Variant("exact, 3-bit gradients", {"preset": "exact", "qgz_bits": 3}),
         # The default without one of its parts: see scripts/results/overlap.md.

@@ -192,7 +192,7 @@ class Case:
     @property
     def accumulates_on_rank(self) -> bool:
         """Whether ZeRO++ leaves gradients on the rank until the last micro-step."""
-        return dict(self.settings).get("qgz_accumulate") == "rank"
+        return dict(self.settings).get("qgz_accumulate", "node") != "node"
 
     @property
     def is_exact(self) -> bool:

@@ -75,8 +75,8 @@ def generate(seed: int, without: Collection[str] = NEVER, mesh: str = "") -> Cas
     settings = dict(case.settings)
     if random.Random(f"{seed} gathers natively").random() < 0.4:
         settings["qwz_intra_bits"] = None
-    if random.Random(f"{seed} accumulates").random() < 0.25:
-        settings["qgz_accumulate"] = "rank"
+    if (drawn := random.Random(f"{seed} accumulates").random()) < 0.25:
+        settings["qgz_accumulate"] = "rank" if drawn < 0.15 else "whole"
         if "waits on the rank" in without:
             without = {*without, *FOR_NODE}
     case = dataclasses.replace(case, settings=tuple(sorted(settings.items())))
