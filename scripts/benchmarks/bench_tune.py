@@ -28,7 +28,9 @@ from library.pages import Grid, show
 from library.rounds import cell_of, measure_in_turns
 from library.sandbox import enter_sandbox
 from library.study import add_model_flags, rank_environment, shape_of
-from library.variants import LEARNING_RATE, PRESETS, VARIANTS, Variant
+from library.variants import LEARNING_RATE, Variant
+
+from hf_zeropp.integrations.tune.trial import STOCK, TRIED
 
 COLUMNS = (
     "link",
@@ -40,7 +42,8 @@ COLUMNS = (
     "s, recommended",
 )
 COLUMNS += ("fastest", "s", "recommended / fastest")
-CANDIDATES = ("stock", "balanced", "half_model", "min_traffic", "exact")
+VARIANTS = {STOCK: Variant("stock"), **{name: Variant(name, settings) for name, settings in TRIED.items()}}
+"""The candidates of tune, by their names there."""
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -85,10 +88,9 @@ def tune(micro_steps: int, port: int, args: argparse.Namespace) -> dict[str, Any
 
 def measure(cluster: Cluster, micro_steps: int, args: argparse.Namespace) -> dict[str, float]:
     """Return the seconds of a step of each candidate, measured in turns."""
-    variants = {name: VARIANTS["stock"] if name == "stock" else Variant(name, PRESETS[name]) for name in CANDIDATES}
     with contextlib.ExitStack() as stack:
         settings = shape_of(args), 1, args.sequence_length, args.learning_rate
-        runs = start_all(stack, cluster, variants, TRAINING, lambda name: (variants[name], *settings))
+        runs = start_all(stack, cluster, VARIANTS, TRAINING, lambda name: (VARIANTS[name], *settings))
         rounds = dict(measure_in_turns(runs, micro_steps, steps=15, seconds=args.seconds, rounds=args.rounds))
     return {name: cell_of(each, 2)["step_s"] for name, each in rounds.items()}
 
@@ -96,10 +98,10 @@ def measure(cluster: Cluster, micro_steps: int, args: argparse.Namespace) -> dic
 def row_of(rate: str, micro_steps: int, found: dict[str, Any], seconds: dict[str, float]) -> tuple[list[str], float]:
     """Return a row of the table, and by how much the recommended settings are slower than the fastest."""
     fastest = min(seconds, key=seconds.__getitem__)
-    recommended = seconds[found["recommended"] or "stock"]
+    chosen = found["recommended"] or STOCK
+    recommended = seconds[chosen]
     tuned = {name: each["median"] for name, each in found["candidates"].items()}
-    stock = tuned["stock FSDP2"]
-    figures = stock, tuned.get(found["recommended"], stock), seconds["stock"], recommended
+    figures = tuned[STOCK], tuned[chosen], seconds[STOCK], recommended
     ratio = recommended / seconds[fastest]
     name = found["recommended"] or "leave it off"
     row = [rate, str(micro_steps), name, *(f"{figure:.3f}" for figure in figures), fastest, f"{seconds[fastest]:.3f}"]
