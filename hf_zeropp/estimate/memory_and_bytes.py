@@ -98,7 +98,9 @@ def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
 def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
     """Return the estimates of DDP, ZeRO-1/2/3 and hpZ, by the formulas of their papers.
 
-    DDP and ZeRO-1 communicate once per step, ZeRO-2 and ZeRO-3 at every micro-step.
+    DDP and ZeRO-1 communicate once per step, ZeRO-2 and ZeRO-3 at every micro-step. Under hpZ weights cross once per step, and
+    gradients at every micro-step: DeepSpeed keeps secondary shards until the optimizer steps, which the paper's formula of one
+    micro-step leaves open.
     """
     # All weights are gathered, the frozen ones too; gradients exist for the trained ones alone.
     everything, trained = HALF_BYTES * model.num_params, HALF_BYTES * model.num_trainable
@@ -111,7 +113,7 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
         "ZeRO-1": (1, 1, world, 2 * trained),
         "ZeRO-2": (1, world, world, (1 + steps) * trained),
         "ZeRO-3": (world, world, world, (2 * everything + trained) * steps),
-        "hpZ": (world, world, world, (everything + trained) * steps),
+        "hpZ": (world, world, world, everything + trained * steps),
     }
     lines = [
         Estimate(
@@ -127,9 +129,9 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
         )
         for method, (parameters, gradients, optimizer, num_bytes) in methods.items()
     ]
-    # The backward gather of hpZ finds its secondary shards within the node.
+    # All gathers of hpZ but the first of a step find secondary shards within the node.
     lines[-1].memory["secondary"] = everything / per_node
-    return [*lines[:-1], lines[-1].plus(0, (per_node - 1) * everything * steps)]
+    return [*lines[:-1], lines[-1].plus(0, (per_node - 1) * everything * (2 * steps - 1))]
 
 
 def _flat_bytes(num_bytes: int, setup: Setup) -> dict[str, float]:

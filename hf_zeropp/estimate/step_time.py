@@ -160,7 +160,7 @@ class _Order:
             self.add(CROSS if unit.overlaps else MAIN, unit.crossing if is_first else ()) for unit in self._units
         ]
         for unit, cross in zip(self._units, crossed, strict=True):
-            stages = unit.gather if is_first or not unit.keeps else ()
+            stages = unit.gather if is_first else unit.gather_later
             gathered = self.add(_stream(unit), stages, after=[copied[-2], cross])
             copied.append(self._copy_out(unit, gathered))
             # Without a copy the computation itself says that the stream has come this far.

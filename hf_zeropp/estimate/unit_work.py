@@ -55,7 +55,7 @@ class Method:
         keeps: whether weights are gathered once per step, and kept.
         deepspeed: whether DeepSpeed runs it. It prefetches units of at most ``PREFETCH_NUMEL`` elements, and FSDP2 all.
         qwz: whether gathers over the world are quantized.
-        hpz: whether backward passes gather within the node.
+        hpz: whether backward passes gather within the node, and under DeepSpeed forward passes too until the weights change.
         qgz: whether gradients are reduced in two quantized hops.
     """
 
@@ -92,7 +92,8 @@ class UnitWork:
     Attributes:
         forward_s: seconds of its forward pass in one micro-step.
         backward_s: seconds of its backward pass, with the recomputed forward pass under activation checkpointing.
-        gather: stages of its gather in forward passes.
+        gather: stages of its gather in the first forward pass of a step.
+        gather_later: stages in the forward passes of later micro-steps; empty where the unit is kept.
         gather_backward: stages in backward passes; empty where the unit was not resharded.
         reduce: stages of its reduction in all micro-steps but the last.
         reduce_last: stages in the last micro-step.
@@ -100,13 +101,13 @@ class UnitWork:
         crossing: stages that run once in a step, before FSDP2 asks for the first gather (this package's cross hops).
         overlaps: whether those run on a stream of their own, while the model computes. If not, they run before it computes.
         copies: stages between a gather and the computation, on the compute stream (FSDP2's copy-out).
-        keeps: whether the unit is gathered in the first forward pass after an optimizer step alone, and kept.
         prefetches: whether its gathers run while the unit before it computes. On gloo they block the computation.
     """
 
     forward_s: float
     backward_s: float
     gather: Stages = ()
+    gather_later: Stages = ()
     gather_backward: Stages = ()
     reduce: Stages = ()
     reduce_last: Stages = ()
@@ -114,7 +115,6 @@ class UnitWork:
     crossing: Stages = ()
     overlaps: bool = True
     copies: Stages = ()
-    keeps: bool = False
     prefetches: bool = True
 
 
@@ -206,11 +206,14 @@ class _Maker(StageMaker):
         ring = self._encoded_ring if method.qwz else self._ring
         gather = ring(unit, self._world) if method.shards else ()
         again = self._ring(unit, Peers(self._world.intra_node, 0)) if method.hpz else gather
+        # DeepSpeed keeps a secondary shard until the optimizer steps (deepspeedai/DeepSpeed#4906), FSDP2 for one backward pass.
+        later = again if method.deepspeed else gather
         reduce = self._two_hop_reduces(unit, accumulates=False)[1] if method.qgz else self._flat_reduce(unit, method)
         return self._work(
             unit,
             gather,
             again,
+            later,
             reduce=reduce if method.syncs else (),
             reduce_last=reduce,
             all_reduce_last=self._all_reduce(unit) if method.replicates else (),
@@ -228,6 +231,7 @@ class _Maker(StageMaker):
             unit,
             gather,
             gather,
+            gather,
             reduce=() if on_rank else reduce,
             reduce_last=reduce_last[:split],
             all_reduce_last=reduce_last[split:],
@@ -241,13 +245,15 @@ class _Maker(StageMaker):
         stages, decoding = self.ring("gather frozen", gather.shard_bytes, gather.node_hop), gather.decoding_bytes
         copy = self.copy("copy weights", gather.gathered_bytes)
         decode = (self.kernel("decode frozen", decoding),) if decoding else ()
-        return self._work(unit, stages, stages, copies=(copy, *decode))
+        return self._work(unit, stages, stages, stages, copies=(copy, *decode))
 
-    def _work(self, unit: UnitShape, gather: Stages, backward: Stages, **others: Any) -> UnitWork:
-        again = backward if unit.reshards and not others.get("keeps") else ()
+    def _work(
+        self, unit: UnitShape, gather: Stages, backward: Stages, later: Stages, *, keeps: bool = False, **others: Any
+    ) -> UnitWork:
+        again = backward if unit.reshards and not keeps else ()
         others.setdefault("copies", (self.copy("copy weights", HALF_BYTES * unit.numel),))
         others.setdefault("prefetches", not self._setup.on_cpu)
-        return UnitWork(*self._job.seconds(unit), gather, again, **others)
+        return UnitWork(*self._job.seconds(unit), gather, () if keeps else later, again, **others)
 
     # ---- Stages of 16-bit wires, and of DeepSpeed's gather.
 

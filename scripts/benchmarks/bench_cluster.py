@@ -11,7 +11,7 @@ come; the same command continues where it was stopped. With ``--pretraining`` th
 ``bench_losses.py``, behind so many steps: how many words ``exact`` sends depends on the model and on the learning rate.
 
 With ``--device cuda`` all ranks compute on the one GPU of a machine and talk over NCCL, through the same links
-(library/one_gpu.py).
+(library/one_gpu.py). The variants ``deepspeed``, ``deepspeed-hpz`` and ``deepspeed-once`` need DeepSpeed.
 """
 
 from __future__ import annotations
@@ -80,6 +80,13 @@ CHECKPOINT = """
 
 The model was trained on the source code of Python's standard library before, and goes on over the same text with a new AdamW at a
 constant learning rate."""
+
+DEEPSPEED = """
+
+*DeepSpeed ZeRO-3* has DeepSpeed's default settings, bf16 weights and gradients with fp32 masters, and the same AdamW. It keeps up
+to 1e9 weights between a forward and a backward pass, so all of this model. *hpZ* gathers within nodes from the second gather of a
+step on. What *reduces once* has hpZ and `engine.coalesce_grad_reduction()`, which keeps whole gradients until the last
+micro-step. DeepSpeed's quantized collectives need a GPU, and were not run."""
 
 LATENCY = """
 
@@ -301,6 +308,7 @@ def main() -> None:
     study = study_of(args, __file__, (*FIXED, *gpu), run_study, **gpu)
     intro = INTRO.format(millions=ModelShape(**study.conditions["model"]).num_parameters / 1e6)
     intro += CHECKPOINT if args.pretraining else ""
+    intro += DEEPSPEED if any(VARIANTS[name].deepspeed is not None for name in args.variants) else ""
     intro += LATENCY if have_latencies(args.rates) else ""
     report(study, args.title, intro, grids(study, args), lambda study, path: plot(study, args, path))
     if args.quick:

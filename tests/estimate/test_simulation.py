@@ -53,13 +53,15 @@ def test_two_units_on_streams() -> None:
     """
     gather, reduce = (stage(NETWORK, 1),), (stage(PROCESSOR, 0), stage(NETWORK, 1))
     copies = (stage(PROCESSOR, 0),)
-    tasks = step_tasks([UnitWork(2, 4, gather, gather, reduce, reduce, copies=copies)] * 2, 1, 0.5, blocks=False)
+    tasks = step_tasks(
+        [UnitWork(2, 4, gather, gather, gather, reduce, reduce, copies=copies)] * 2, 1, 0.5, blocks=False
+    )
     assert ends_of(tasks, "forward") == pytest.approx([3, 5])
     assert ends_of(tasks, "backward") == pytest.approx([9, 13])
     assert ends_of(tasks, "optimizer") == pytest.approx([14.5])
     # Without prefetching every gather adds its second: 6 s forward, 11 at the first backward pass. The gather that follows
     # shares the network with the reduction, so it ends at 13, the second backward pass at 17, the last reduction at 18.
-    alone = UnitWork(2, 4, gather, gather, reduce, reduce, prefetches=False)
+    alone = UnitWork(2, 4, gather, gather, gather, reduce, reduce, prefetches=False)
     assert max(simulate(step_tasks([alone] * 2, 1, 0.5, blocks=False))) == pytest.approx(18.5)
 
 
@@ -76,7 +78,7 @@ def test_reductions_hold_up_the_next_copy() -> None:
 def test_two_units_that_block() -> None:
     """Under gloo FSDP2's collectives block: (1 + 2) twice, (1 + 4 + 1) twice, and the optimizer."""
     gather, reduce = (stage(NETWORK, 1),), (stage(NETWORK, 1),)
-    units = [UnitWork(2, 4, gather, gather, reduce, reduce)] * 2
+    units = [UnitWork(2, 4, gather, gather, gather, reduce, reduce)] * 2
     assert max(simulate(step_tasks(units, 1, 0.5, blocks=True))) == pytest.approx(18.5)
 
 

@@ -3,7 +3,7 @@
     enter_sandbox()                                    # once, early in main(); see sandbox.py
     with Cluster(num_nodes=2, ranks_per_node=2) as cluster:
         cluster.set_link("200mbit")
-        with cluster.start("library.training_run:TrainingRun", *settings) as ranks:
+        with cluster.start("library.training_run:run_of", *settings) as ranks:
             results = ranks.call("measure", 5, 1)      # calls the method on every rank; results in rank order
 
 Processes, from the outside in:

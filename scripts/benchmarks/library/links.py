@@ -15,8 +15,8 @@ from library.network import have_latencies
 from library.study import Key, Study, rank_environment
 
 Arguments = Callable[[str], tuple[Any, ...]]
-TRAINING = "library.training_run:TrainingRun"
-"""The class of which each rank makes an object in most studies; the study calls its methods (``Cluster.start``)."""
+TRAINING = "library.training_run:run_of"
+"""It makes an object on each rank in most studies; the study calls its methods (``Cluster.start``)."""
 
 
 def start_all(

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,15 @@ def windows(tokens: np.ndarray, random: np.random.Generator, batch_size: int, le
     return torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
 
 
+def run_of(variant: Variant, *arguments: Any) -> TrainingRun:
+    """Make the run of a variant. ``TrainingRun`` names the arguments."""
+    if variant.deepspeed is None:
+        return TrainingRun(variant, *arguments)
+    from library.deepspeed_run import DeepSpeedRun
+
+    return DeepSpeedRun(variant, *arguments)
+
+
 class TrainingRun:
     """A model, an optimizer and a way to communicate, on one rank.
 
@@ -73,6 +83,20 @@ class TrainingRun:
     ) -> None:
         self.variant = variant
         self.is_on_gpu = dist.get_backend() == "nccl"
+        model = build_model(shape, checkpoint=checkpoint, device="cuda" if self.is_on_gpu else "cpu")
+        model = with_lora(model) if variant.lora else model
+        trainable = (param for param in model.parameters() if param.requires_grad)
+        self._shard(model, torch.optim.AdamW(trainable, lr=learning_rate, foreach=True))
+        if self.is_on_gpu:
+            torch.cuda.empty_cache()  # the whole model was there, and ranks of other variants need the memory
+        torch.manual_seed(dist.get_rank())
+        self.tokens = torch.randint(shape.vocab_size, (batch_size, seq_len)).to("cuda" if self.is_on_gpu else "cpu")
+        self._text = None if text is None else np.load(text, mmap_mode="r")
+        self._random = np.random.default_rng(dist.get_rank())
+
+    def _shard(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let Accelerate shard the model, and keep what training takes: ``model``, ``optimizer`` and ``handle``."""
+        variant = self.variant
         self.plugin = ZeroPPPlugin(
             zeropp=False if variant.zeropp is None else variant.zeropp,
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
@@ -91,21 +115,11 @@ class TrainingRun:
             fsdp_plugin=self.plugin,
             parallelism_config=_parallelism(variant),
         )
-        model = build_model(shape, checkpoint=checkpoint, device="cuda" if self.is_on_gpu else "cpu")
-        model = with_lora(model) if variant.lora else model
-        trainable = (param for param in model.parameters() if param.requires_grad)
-        optimizer = torch.optim.AdamW(trainable, lr=learning_rate, foreach=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        if self.is_on_gpu:
-            torch.cuda.empty_cache()  # the whole model was there, and ranks of other variants need the memory
         if variant.silent:
             _silence(self.model)
         if variant.keeps_weights:
             self.model.set_reshard_after_forward(False)
-        torch.manual_seed(dist.get_rank())
-        self.tokens = torch.randint(shape.vocab_size, (batch_size, seq_len)).to(self.accelerator.device)
-        self._text = None if text is None else np.load(text, mmap_mode="r")
-        self._random = np.random.default_rng(dist.get_rank())
         self.handle = self.plugin.handle_of(self.model)
 
     def measure(self, steps: int, micro_steps: int) -> Measurement:
@@ -148,8 +162,7 @@ class TrainingRun:
         for index in range(micro_steps):
             if self.variant.keeps_weights:
                 self.model.set_reshard_after_backward(index == micro_steps - 1)
-            if self._text is not None:
-                self.tokens = windows(self._text, self._random, *self.tokens.shape).to(self.accelerator.device)
+            self._read_text()
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
                 self.accelerator.backward(loss)
@@ -160,6 +173,10 @@ class TrainingRun:
         if self.is_on_gpu:
             torch.cuda.synchronize()  # the step is over when the GPU has made it
         return loss.item()
+
+    def _read_text(self) -> None:
+        if self._text is not None:
+            self.tokens = windows(self._text, self._random, *self.tokens.shape).to(self.tokens.device)
 
     def trace(self, folder: str, micro_steps: int) -> None:
         """Run one step on all ranks, which rank 0 records into ``folder``, for https://ui.perfetto.dev."""

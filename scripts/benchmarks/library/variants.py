@@ -28,6 +28,9 @@ SHOWN = {
     "keep": "FSDP2 that keeps weights",
     "node": "FSDP2, backward in nodes",
     "hsdp": "HSDP",
+    "deepspeed": "DeepSpeed ZeRO-3",
+    "deepspeed-hpz": "DeepSpeed, hpZ",
+    "deepspeed-once": "DeepSpeed, reduces once",
     "qwz": "qwZ alone",
     "hpz": "hpZ alone",
     "qgz": "qgZ alone",
@@ -59,6 +62,9 @@ class Variant:
             (``set_reshard_after_forward``, ``set_reshard_after_backward`` and ``set_requires_gradient_sync``).
         gathers_in_node: keep weights of 1/N after the forward pass, and gather those of the backward pass within nodes
             (``reshard_after_forward=N``).
+        deepspeed: train with DeepSpeed's ZeRO-3 in place of FSDP2, with these settings of its ``zero_optimization``. Needs the
+            package deepspeed.
+        coalesces: let DeepSpeed reduce gradients once per step (``coalesce_grad_reduction``), and not in every micro-step.
         silent: run no collective at all. The time that is left is that of the computation and of FSDP2's own copies.
         lora: train LoRA adapters on the linear layers of a frozen bf16 base, instead of the whole model.
     """
@@ -69,6 +75,8 @@ class Variant:
     replicas: int | Literal["nodes"] = 1
     keeps_weights: bool = False
     gathers_in_node: bool = False
+    deepspeed: dict[str, Any] | None = None
+    coalesces: bool = False
     silent: bool = False
     lora: bool = False
 
@@ -83,6 +91,9 @@ VARIANTS = {
         Variant("node", gathers_in_node=True),
         Variant("hsdp", replicas="nodes"),
         Variant("hsdp, 2 replicas", replicas=2),
+        Variant("deepspeed", deepspeed={}),
+        Variant("deepspeed-hpz", deepspeed={"zero_hpz_partition_size": 2}),
+        Variant("deepspeed-once", deepspeed={"zero_hpz_partition_size": 2}, coalesces=True),
         Variant("qwz", QWZ),
         Variant("hpz", HPZ),
         Variant("qgz", QGZ),
