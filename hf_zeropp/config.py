@@ -91,7 +91,7 @@ class ZeroPPConfig:
             64 micro-steps on take fp32: a sum in bf16 stops growing once what is added is under 1/256 of it.
         qgz_accumulate: where the gradients of micro-steps add up. ``"node"``: every micro-step sums them within the node, and 1/N
             of the unit is kept. ``"rank"``: they stay on the rank at full size until the last micro-step, as
-            under FSDP2's ``set_requires_gradient_sync(False)``. ``"whole"``: the weights that train stay there too, so that
+            under FSDP2's ``set_requires_gradient_sync(False)``. ``"whole"``: the weights that train stay on it too, so that
             each unit is gathered once per step (FSDP2's ``reshard_after_forward=False``).
         frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
             Frozen weights are sharded within the node in every case and do not cross nodes.

@@ -101,7 +101,7 @@ def test_presets_are_defaults_with_a_name() -> None:
         ({"qwz_mode": "exact", "hpz_size": None}, ["hpz_size", "node"]),
         ({"qwz_mode": "exact", "qwz_bits": 4}, ["qwz_bits (with qwz_mode 'exact')", "None", "4"]),
         ({"qgz_accumulator": None}, ["qgz_accumulator", "float32", "bfloat16", "None"]),
-        ({"qgz_accumulate": "gpu"}, ["qgz_accumulate", "node", "rank", "'gpu'"]),
+        ({"qgz_accumulate": "gpu"}, ["qgz_accumulate", "node", "rank", "whole", "'gpu'"]),
         ({"qgz_bits": 2}, ["qgz_bits", str((*GRADIENT_BITS, None)), "got 2"]),
         ({"qgz_until": 1.5}, ["qgz_until", "from 0 to 1", "got 1.5"]),
         ({"hpz_size": 0}, ["hpz_size", "positive int or one of ('node', None)", "got 0"]),

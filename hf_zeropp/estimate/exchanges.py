@@ -22,7 +22,10 @@ HALF_BYTES = 2
 
 
 def gathers_of(unit: UnitShape, setup: Setup) -> int:
-    """Return how often a unit is gathered in one optimizer step: once where weights stay whole until the last micro-step."""
+    """Return how often a unit that trains, or any unit under FSDP2, is gathered in one optimizer step.
+
+    It is gathered once where weights stay whole until the last micro-step.
+    """
     micro_steps, reshards = setup.micro_steps, unit.reshards
     return (
         1 if setup.config.keeps_weights else predictions.gathers_per_step(micro_steps, reshards_after_forward=reshards)
@@ -100,6 +103,7 @@ class UnitReduce:
             self.layouts, cross_hop=self.cross_hop, node_hop=self.node_hop, micro_steps=1
         )
         self._setup = setup
+        self._trainable = sum(param.numel for param in unit.trainable)
 
     def accumulator_bytes(self) -> int:
         """Return the bytes of the gradients between micro-steps: full-size ones on the rank, or 1/N of their sums in the node."""
@@ -107,7 +111,7 @@ class UnitReduce:
         if setup.micro_steps == 1:
             return 0
         if setup.config.accumulates_on_rank:
-            return setup.reduce_dtype.itemsize * setup.world_size * numel
+            return setup.reduce_dtype.itemsize * self._trainable
         return getattr(torch, setup.config.qgz_accumulator).itemsize * self.cross_hop.group_size * numel
 
     def step_bytes(self) -> Bytes:
@@ -130,7 +134,9 @@ class FrozenUnitGather:
     def __init__(self, unit: UnitShape, setup: Setup, packing: Packing | None) -> None:
         self.unit = unit
         self.node_hop, _ = hop_peers(setup.group_size, setup)
-        self._gathers, size = gathers_of(unit, setup), self.node_hop.group_size
+        # Of frozen weights none stays until the last micro-step, whatever the settings say of those that train.
+        self._gathers = predictions.gathers_per_step(setup.micro_steps, reshards_after_forward=unit.reshards)
+        size = self.node_hop.group_size
         codes = dense = 0
         packed = [0]  # elements of weights
         for param in unit.params:

@@ -96,11 +96,10 @@ def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
 
 
 def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
-    """Return the estimates of DDP, ZeRO-1/2/3 and hpZ, by the formulas of their papers.
+    """Return the estimates of DDP and ZeRO-1/2/3 by the formulas of their papers, and of hpZ as DeepSpeed runs it.
 
     DDP and ZeRO-1 communicate once per step, ZeRO-2 and ZeRO-3 at every micro-step. Under hpZ weights cross once per step, and
-    gradients at every micro-step: DeepSpeed keeps secondary shards until the optimizer steps, which the paper's formula of one
-    micro-step leaves open.
+    gradients at every micro-step: DeepSpeed keeps secondary shards until the optimizer steps.
     """
     # All weights are gathered, the frozen ones too; gradients exist for the trained ones alone.
     everything, trained = HALF_BYTES * model.num_params, HALF_BYTES * model.num_trainable
@@ -159,7 +158,7 @@ def fsdp2(model: ModelShape, setup: Setup, way: str = FSDP2) -> Estimate:
             micro-step, as gradients are. With ``IN_NODE`` backward passes gather within the node, from shards of 1/N of the
             weights that forward passes leave (``reshard_after_forward=N``).
     """
-    # Of the settings of this package FSDP2 has one alone, which is a way here.
+    # FSDP2 reads no setting of this package. The way says whether weights stay.
     config = dataclasses.replace(setup.config, qgz_accumulate="whole" if way == KEPT else "node")
     setup = dataclasses.replace(setup, config=config)
     memory = _sharded_memory(model, setup)

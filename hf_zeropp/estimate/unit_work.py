@@ -2,8 +2,8 @@
 
 ``METHODS`` is the table of the methods beside this package. Those that send 16-bit wires gather and reduce over the world in one
 flat ring, as FSDP2's collectives do under NCCL and gloo. DeepSpeed's ZeRO++ has three techniques over ZeRO-3: qwZ sends the
-gathers over the world in INT8, hpZ gathers within the node for backward passes, from secondary shards in 16 bits, and qgZ
-reduces in two quantized hops, of which the second crosses nodes in every micro-step.
+gathers over the world in INT8, hpZ gathers within the node in all passes of a step but its first, from secondary shards in 16
+bits, and qgZ reduces in two quantized hops, of which the second crosses nodes in every micro-step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Method:
         keeps: whether weights are gathered once per step, and kept.
         deepspeed: whether DeepSpeed runs it. It prefetches units of at most ``PREFETCH_NUMEL`` elements, and FSDP2 all.
         qwz: whether gathers over the world are quantized.
-        hpz: whether backward passes gather within the node, and under DeepSpeed forward passes too until the weights change.
+        hpz: whether backward passes gather within the node, and under DeepSpeed also the forward passes of later micro-steps.
         qgz: whether gradients are reduced in two quantized hops.
     """
 

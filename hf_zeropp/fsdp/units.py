@@ -96,10 +96,7 @@ class Unit:
         self._module.unshard()
 
     def stay_gathered_after_forward(self) -> None:
-        """Let forward passes leave the unit gathered until the backward pass, as FSDP2 leaves its root unit by default.
-
-        Where gradients stay on the rank until the last micro-step, weights stay as long (``UnitGradients.let_weights_stay``).
-        """
+        """Let forward passes leave the unit gathered until the backward pass, as FSDP2 leaves its root unit by default."""
         self._module.set_reshard_after_forward(False, recurse=False)
 
     @contextmanager

@@ -85,8 +85,8 @@ DEEPSPEED = """
 
 *DeepSpeed ZeRO-3* has DeepSpeed's default settings, bf16 weights and gradients with fp32 masters, and the same AdamW. It keeps up
 to 1e9 weights between a forward and a backward pass, so all of this model. *hpZ* gathers within nodes from the second gather of a
-step on. What *reduces once* has hpZ and `engine.coalesce_grad_reduction()`, which keeps whole gradients until the last
-micro-step. DeepSpeed's quantized collectives need a GPU, and were not run."""
+step on. *Reduces once* has hpZ and `engine.coalesce_grad_reduction()`, which keeps gradients of full size until the last
+micro-step. DeepSpeed's own engine trains these rows. Its quantized collectives need a GPU, and were not run."""
 
 LATENCY = """
 

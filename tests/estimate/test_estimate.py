@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from harness import run_ranks
+from torch.distributed.tensor import DTensor
 
 from hf_zeropp import ZeroPPConfig, cli
 from hf_zeropp.estimate.memory_and_bytes import estimate, ours
@@ -35,6 +36,7 @@ SETTINGS = {
     "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
     "half a model": {"qwz_mode": "delta", "qwz_bits": 4},
     "sums in bf16": {"qgz_accumulator": "bfloat16"},
+    "weights and gradients on the rank": {"qgz_accumulate": "whole"},
     "deltas of a copy in int8": {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8},
 }
 
@@ -187,7 +189,9 @@ def local(tensor: torch.Tensor) -> int:
     return tensor.to_local().nbytes
 
 
-def memory_of(grad: torch.Tensor) -> int:
+def memory_of(grad: torch.Tensor | None) -> int:
+    if not isinstance(grad, DTensor):  # of a weight that stays whole; ``partial_bytes`` counts it
+        return 0
     pending = grad._local_tensor  # a look at the gradient would raise
     return 0 if pending.plain is None else pending.plain.nbytes
 

@@ -103,6 +103,7 @@ def test_flat_methods_send_what_a_ring_sends(micro_steps: int) -> None:
     one = job(micro_steps=micro_steps)
     ring, least = 15 / 16, 3 / 4
     lines = {line.method: line for line in estimate(MODEL, one.setup)}
+    assert sent_in(one, "hpZ")[1] > lines["hpZ"].intra_node * 0.9
     # HSDP all-reduces over the Y nodes alone.
     for method in ("ZeRO-3", "FSDP2", "FSDP2 synced", "FSDP2 kept", "FSDP2 node", "HSDP", "DDP", "hpZ"):
         line = lines["FSDP2" if micro_steps == 1 and method == "FSDP2 synced" else method]
@@ -121,8 +122,11 @@ def test_hsdp_with_one_rank_per_node_is_an_all_reduce() -> None:
 
 def test_frozen_base_is_gathered_within_the_node_in_its_bits() -> None:
     model = ModelShape.of_count("350M").with_lora(8)
-    for bits in (None, 8, 4):
-        one = job(model, config={"frozen_bits": bits})
+    kept = {"frozen_bits": 4, "qgz_accumulate": "whole"}
+    for one in (
+        *(job(model, config={"frozen_bits": bits}) for bits in (None, 8, 4)),
+        job(model, micro_steps=3, config=kept),
+    ):
         line = ours(model, one.setup)
         assert sent_in(one, SETTINGS) == pytest.approx((line.cross_node, line.intra_node), rel=1e-9)
     # A packed base is decoded in every forward and backward pass: codes are read, and 16-bit weights are written.

@@ -4,9 +4,9 @@ Two nodes of two ranks; every scenario with overlapping and with blocking commun
 rank is in test_pending_model.py. Programs in which gradients are read or dropped between micro-steps, and blocks are skipped or
 used twice, are in tests/fuzz/regressions.
 
-With ``qgz_accumulate="rank"`` gradients stay on the rank at full size until the last micro-step, by FSDP2's own means. The
-yardsticks are stock FSDP2 under ``set_requires_gradient_sync(False)``, and the unsharded model. Bytes are counted in
-tests/integrations/test_accelerate.py.
+With ``qgz_accumulate`` ``"rank"`` or ``"whole"`` gradients stay on the rank at full size until the last micro-step, by FSDP2's
+own means. The yardsticks are stock FSDP2 under ``set_requires_gradient_sync(False)``, and the unsharded model. Bytes are counted
+in tests/integrations/test_accelerate.py.
 """
 
 from __future__ import annotations

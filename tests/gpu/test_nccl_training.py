@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "half_model, one hop at a time": {"preset": "half_model", "overlap": False},
     "exact": {"preset": "exact"},
     "sums on the rank": {"qgz_accumulate": "rank"},
+    "sums and weights on the rank": {"qgz_accumulate": "whole"},
     "paper": {"preset": "paper"},
 }
 

@@ -33,8 +33,8 @@ from hf_zeropp.traffic import FSDP2_REDUCE, REDUCE_REPLICAS, Bytes, Peers
 # [Note: gradient accumulation]
 # On every micro-step but the last only the node hop runs. Its sums are added to a *partial*, 1/N of the unit in fp32 (or in
 # bf16, ``qgz_accumulator``), and FSDP2 receives zeros. The last micro-step adds its own sums and runs the cross hop. So
-# accumulation costs no cross-node bytes and no gradient of full size. With ``qgz_accumulate="rank"`` FSDP2 keeps gradients at
-# full size until the last micro-step, as under ``no_sync``, and calls no reduction before.
+# accumulation costs no cross-node bytes and no gradient of full size. Where gradients stay on the rank (``qgz_accumulate``)
+# FSDP2 keeps them at full size until the last micro-step, as under ``no_sync``, and calls no reduction before.
 #
 # A partial is a debt: ``.grad`` is not what it seems until the cross hop has run. Three things settle it, whichever comes
 # first: the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and an optimizer's

@@ -127,7 +127,7 @@ class UnitGradients:
         """Call ``before`` and ``after`` around FSDP2's ``post_backward``, which reduces gradients and adds them to ``.grad``.
 
         Where ``keeps_unreduced()``, FSDP2 adds gradients up at full size instead, as under ``set_requires_gradient_sync(False)``.
-        Weights that the user lets stay between forward and backward (``reshard_after_forward=False``) then stay as well, as under
+        Weights that stay between forward and backward (``reshard_after_forward=False``) then stay as well, as under
         ``set_reshard_after_backward(False)``: the memory for them is there in each pass.
         """
 
@@ -233,7 +233,7 @@ class UnitGradients:
 
     @property
     def let_weights_stay(self) -> bool:
-        """Whether the user set ``reshard_after_forward=False``. What FSDP2 sets by itself, in its root unit, does not count."""
+        """Whether ``reshard_after_forward=False`` was set for the unit. What FSDP2 sets in its root by itself is not meant."""
         return not self._group._reshard_after_forward and not self._module._get_fsdp_state()._auto_reshard_after_forward
 
     def unreduced_bytes(self) -> int:

@@ -19,11 +19,11 @@ from hf_zeropp.integrations.tune.trial import SKIPPED_STEPS, STOCK, TRIED, Trial
 
 DESCRIPTION = (
     "Start your own command on stock FSDP2, under the presets balanced, exact, half_model and min_traffic, and under balanced "
-    "with weights and gradients that stay whole for all micro-steps of a step, in turns, and say which is fastest, or that none "
-    "is faster than stock. The command stays as it is, with its launcher. Say in the script's own "
-    "words that it ends soon, without evaluation and checkpoints, and give it a seed. {folder} in the command stands for a "
-    "temporary folder of the trial: hf-zeropp tune hf-zeropp launch --config_file FILE train.py --max_steps 12 --output_dir "
-    f"{{folder}}. The first {SKIPPED_STEPS} steps are not measured. On several nodes run the same on each, as for the job itself."
+    "with qgz_accumulate: whole, in turns, and say which is fastest, or that none is faster than stock. The command stays as it "
+    "is, with its launcher. Say in the script's own words that it ends soon, without evaluation and checkpoints, and give it a "
+    "seed. {folder} in the command stands for a temporary folder of the trial: hf-zeropp tune hf-zeropp launch --config_file "
+    f"FILE train.py --max_steps 12 --output_dir {{folder}}. The first {SKIPPED_STEPS} steps are not measured. On several nodes "
+    "run the same on each, as for the job itself."
 )
 
 

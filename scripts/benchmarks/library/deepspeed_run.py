@@ -48,25 +48,28 @@ class DeepSpeedRun(TrainingRun):
         return loss.item()
 
     def memory(self, micro_steps: int) -> dict[str, int]:
-        """Return the most that all live tensors held at the end of a micro-step, and what DeepSpeed keeps of each kind."""
+        """Run one step, and return the bytes that this rank holds by kind, as they are before the optimizer step."""
         peak = 0
+        kinds: dict[str, int] = {}
 
         def look() -> None:
             nonlocal peak
             peak = max(peak, self._peak_bytes())
+            kinds.update(self._memory_by_kind())
 
         self.take_step(micro_steps, look)
-        zero = self.model.optimizer
+        return kinds | {"partial": 0, "peak": peak}
+
+    def _memory_by_kind(self) -> dict[str, int]:
+        zero, params = self.model.optimizer, list(self.model.parameters())
         states = [value for state in self.optimizer.state.values() for value in state.values()]
-        params = list(self.model.parameters())
-        copies = [param.ds_secondary_tensor for param in params if param.ds_secondary_tensor is not None]
+        shards = [*zero.fp32_partitioned_groups_flat, *(param.ds_tensor for param in params)]
+        gradients = [zero.grad_partitions_flat_buffer, *(param.grad for param in params if param.grad is not None)]
         return {
-            "parameters": sum(param.ds_tensor.nbytes for param in params) + _bytes(zero.fp32_partitioned_groups_flat),
-            "gradients": zero.grad_partitions_flat_buffer.nbytes,
+            "parameters": _bytes(shards),
+            "gradients": _bytes(gradients),
             "optimizer": _bytes(state for state in states if isinstance(state, torch.Tensor)),
-            "secondary": _bytes(copies),
-            "partial": 0,
-            "peak": peak,
+            "secondary": _bytes(param.ds_secondary_tensor for param in params if param.ds_secondary_tensor is not None),
         }
 
 
