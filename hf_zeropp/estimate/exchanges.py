@@ -134,7 +134,7 @@ class FrozenUnitGather:
     def __init__(self, unit: UnitShape, setup: Setup, packing: Packing | None) -> None:
         self.unit = unit
         self.node_hop, _ = hop_peers(setup.group_size, setup)
-        # Of frozen weights none stays until the last micro-step, whatever the settings say of those that train.
+        # ``qgz_accumulate="whole"`` keeps the units that train gathered, and no frozen one.
         self._gathers = predictions.gathers_per_step(setup.micro_steps, reshards_after_forward=unit.reshards)
         size = self.node_hop.group_size
         codes = dense = 0

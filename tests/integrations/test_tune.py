@@ -48,7 +48,7 @@ def recorded(folder: Path, command: list[str], **variables: str) -> list[list[di
 def test_ranks_record_each_step(tmp_path: Path, kind: str) -> None:
     """Two micro-steps are one step, and so are two optimizers; a pass without gradients gives no loss."""
     script = tmp_path / "trainer.py"
-    script.write_text(TRAINER)
+    script.write_text(TRAINER.replace("unused", str(tmp_path / "output")))
     command = [str(script)] if kind == "trainer" else [*ACCELERATE, "--out", str(tmp_path / "losses.json")]
     ours, stock = recorded(tmp_path / "ours", command), recorded(tmp_path / "stock", command, ZEROPP_ENABLED="0")
     for lines in (*ours, *stock):

@@ -21,7 +21,7 @@ TRIED: dict[str, dict[str, Any]] = {
     WHOLE: {"preset": "balanced", "qgz_accumulate": "whole"},
     **{name: {"preset": name} for name in ("exact", "half_model", "min_traffic")},
 }
-"""What to set for each candidate but stock, by its name."""
+"""The candidates beside stock, by name, with the settings of each as a config file has them."""
 DIFFERENT = ("qwz_mode", "qwz_bits")
 """The settings in which the presets that are tried differ."""
 SKIPPED_STEPS = 3

@@ -30,35 +30,23 @@ class DeepSpeedRun(TrainingRun):
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
         self.model, self.optimizer, self.handle = engine, optimizer, None
 
-    def take_step(self, micro_steps: int, after_backward: Callable[[], None] = lambda: None) -> float:
-        """Make one optimizer step, and return the loss of its last micro-step."""
+    def take_step(self, micro_steps: int, after_backward: Callable[[bool], None] = lambda is_last: None) -> float:
+        """Make one optimizer step, as ``TrainingRun.take_step`` does."""
         engine = self.model
         coalesces = engine.coalesce_grad_reduction() if self.variant.coalesces else contextlib.nullcontext()
         with coalesces:
             for index in range(micro_steps):
+                is_last = index == micro_steps - 1
                 self._read_text()
                 if not self.variant.coalesces:
-                    engine.set_gradient_accumulation_boundary(index == micro_steps - 1)
+                    engine.set_gradient_accumulation_boundary(is_last)
                 loss = engine(input_ids=self.tokens, labels=self.tokens).loss
                 engine.backward(loss / micro_steps)
-                after_backward()
+                after_backward(is_last)
         engine.step()
         if self.is_on_gpu:
             torch.cuda.synchronize()
         return loss.item()
-
-    def memory(self, micro_steps: int) -> dict[str, int]:
-        """Run one step, and return the bytes that this rank holds by kind, as they are before the optimizer step."""
-        peak = 0
-        kinds: dict[str, int] = {}
-
-        def look() -> None:
-            nonlocal peak
-            peak = max(peak, self._peak_bytes())
-            kinds.update(self._memory_by_kind())
-
-        self.take_step(micro_steps, look)
-        return kinds | {"partial": 0, "peak": peak}
 
     def _memory_by_kind(self) -> dict[str, int]:
         zero, params = self.model.optimizer, list(self.model.parameters())

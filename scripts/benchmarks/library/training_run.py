@@ -143,11 +143,11 @@ class TrainingRun:
         if self.is_on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
-        def look() -> None:
+        def look(is_last: bool) -> None:
             nonlocal peak, partial
             peak = max(peak, self._peak_bytes())
             partial = max(partial, self.handle.partial_bytes() if self.handle else 0)
-            if self.accelerator.sync_gradients:  # to look at gradients of earlier micro-steps would complete them
+            if is_last:  # to look at gradients of earlier micro-steps would complete them
                 kinds.update(self._memory_by_kind())
 
         kinds: dict[str, int] = {}
@@ -155,18 +155,22 @@ class TrainingRun:
         peak = max(peak, self._peak_bytes()) if self.is_on_gpu else peak
         return kinds | {"partial": partial, "peak": peak}
 
-    def take_step(self, micro_steps: int, after_backward: Callable[[], None] = lambda: None) -> float:
-        """Make one optimizer step, and return the loss of its last micro-step."""
+    def take_step(self, micro_steps: int, after_backward: Callable[[bool], None] = lambda is_last: None) -> float:
+        """Make one optimizer step, and return the loss of its last micro-step.
+
+        ``after_backward`` is called behind each backward pass, with whether it was the last.
+        """
         # Accelerate reads it in every ``accumulate``, so one prepared model can be measured with all accumulations.
         self.accelerator.gradient_accumulation_steps = micro_steps
         for index in range(micro_steps):
+            is_last = index == micro_steps - 1
             if self.variant.keeps_weights:
-                self.model.set_reshard_after_backward(index == micro_steps - 1)
+                self.model.set_reshard_after_backward(is_last)
             self._read_text()
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
                 self.accelerator.backward(loss)
-                after_backward()
+                after_backward(is_last)
                 # Accelerate's ``step`` and ``zero_grad`` do nothing before the last micro-step.
                 self.optimizer.step()
                 self.optimizer.zero_grad()
