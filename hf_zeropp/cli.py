@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "tune",  # as above
         add_help=False,
-        help="Try your own job under balanced, exact, half_model and min_traffic for a few steps, and say which is fastest.",
+        help="Run your own job under balanced, exact, half_model and min_traffic, and say which is fastest.",
     )
     commands.add_parser(
         "env",

@@ -208,7 +208,10 @@ class ZeroPPConfig:
             ValueError: a key is unknown (the message names the nearest valid one) or a value is not allowed.
         """
         if not isinstance(settings, Mapping):
-            raise TypeError(f"ZeRO++ settings must be a mapping, got {type(settings).__name__}: {settings!r}")
+            raise TypeError(
+                "ZeRO++ settings must be a mapping, a preset's name, a file, or None for those of the environment, got "
+                f"{type(settings).__name__}: {settings!r}"
+            )
         valid = ("preset", *field_names())
         for key in settings:
             if key not in valid:

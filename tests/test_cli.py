@@ -156,7 +156,14 @@ def under_fsdp(settings: dict) -> dict:
         ({"num_machines": 3}, "a multiple of num_machines=3"),
         ({"distributed_type": "DEEPSPEED"}, "expected distributed_type: FSDP"),
         ({"distributed_type": "MULTI_CPU"}, "starts one process with distributed_type: MULTI_CPU"),
-        ({"zeropp_confg": {}}, "unknown keys"),
+        ({"zeropp_confg": {}}, "Write `zeropp_config:` in its place"),
+        ({"zeropp": "exact"}, "'zeropp' in 'config.yaml' is no key of this file. Write `zeropp_config:`"),
+        ({"qgz_bits": 8}, "'qgz_bits' stands at the top level of 'config.yaml'"),
+        ({"num_processes": 0}, "num_processes must be a positive integer without quotes, got 0"),
+        ({"num_processes": "4"}, "num_processes must be a positive integer without quotes, got '4'"),
+        ({"num_machines": "two"}, "num_machines must be a positive integer without quotes, got 'two'"),
+        ({"num_machines": 2, "machine_rank": 0}, "num_machines=2 needs main_process_ip: the address of machine 0"),
+        ({"num_machines": 2, "main_process_ip": "10.0.0.1"}, "num_machines=2 needs machine_rank: 0 to 1, another one on each"),
         ({"zeropp_config": {"qwz_bitz": 8}}, "Did you mean 'qwz_bits'"),
         (under_fsdp({"zeropp": "exact"}), "'zeropp' stands under `fsdp_config:`"),
         (under_fsdp({"fsdp_qwz_bits": 4}), "'qwz_bits' stands under `fsdp_config:`"),
@@ -171,6 +178,8 @@ def test_a_job_without_its_settings_or_its_ranks_does_not_start(jobs, change: di
 def test_flags_and_variables_are_read_before_any_process_starts(jobs, monkeypatch) -> None:
     with pytest.raises(SystemExit, match="starts one process with --cpu"):
         launch({}, "--cpu")
+    with pytest.raises(SystemExit, match="num_processes must be a positive integer without quotes, got -2"):
+        launch({}, "--num_processes=-2")
     monkeypatch.setenv("ZEROPP_QWZ_BITZ", "8")
     with pytest.raises(SystemExit, match="Did you mean 'ZEROPP_QWZ_BITS'"):
         launch({})

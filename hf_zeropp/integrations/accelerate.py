@@ -177,11 +177,14 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         return handle
 
     def handle_of(self, model: nn.Module) -> ZeroPPHandle | None:
-        """Return the handle of a prepared model, None with ``zeropp=False`` and with ``ZEROPP_ENABLED=0``.
+        """Return the handle of a prepared model, None with ``zeropp=False``, with ``ZEROPP_ENABLED=0`` and in a single process.
 
         Where the model had no forward yet, this applies ZeRO++ first. So call it on all ranks.
         """
-        return None if self.zeropp_config is None else get_handle(model) or self.apply(model)
+        if self.zeropp_config is None:
+            return None
+        # In a single process Accelerate shards nothing, and a warning has said so (``use_plugin``).
+        return get_handle(model) or (self.apply(model) if dist.is_initialized() else None)
 
     def _note_who_chooses_blocks(self) -> None:
         """Note whether the blocks are those of ``block_names``: of each model, where the user wraps by class and names none."""

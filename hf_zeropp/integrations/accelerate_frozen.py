@@ -214,8 +214,8 @@ def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], froze
     if packed or foreign:
         example = names.get((packed or foreign)[0], "one that is not a parameter of the model any more")
         raise ValueError(
-            f"The optimizer holds {len(packed or foreign)} frozen parameters ({example}, ...), which would keep their 16-bit "
-            "values in memory after packing. Build it from the trainable ones, after packing: "
+            f"The optimizer holds {len(packed or foreign)} frozen parameters ({example}, ...). Weights that are packed cannot be "
+            "in it, and dense ones that will be packed would stay in memory. Build it from the trainable parameters: "
             "AdamW(param for param in model.parameters() if param.requires_grad)."
         )
     for group in optimizer.param_groups:

@@ -241,12 +241,17 @@ def test_the_recommendation_follows_the_network_and_the_links_within_a_node() ->
     assert recommended(compare(one, STOCK), choices(one)) is None  # nothing fits a megabyte
 
 
-@pytest.mark.parametrize(("rate", "proposes"), [(1e-6, False), (0.9e-5, False), (1e-5, True), (1e-3, True)])
-def test_deltas_of_two_bits_are_for_rates_at_which_they_train(rate: float, proposes: bool) -> None:
+DELTAS = {"half_model", "min_traffic"}
+
+
+@pytest.mark.parametrize(
+    ("rate", "proposed"), [(0.9e-5, set()), (1e-5, {"half_model"}), (0.9e-4, {"half_model"}), (1e-4, DELTAS), (1e-3, DELTAS)]
+)
+def test_deltas_of_few_bits_are_for_rates_at_which_they_train(rate: float, proposed: set[str]) -> None:
     one = job(gbit=0.1)
     one = dataclasses.replace(one, setup=dataclasses.replace(one.setup, learning_rate=rate))
     own = choices(one)
-    assert any((row.settings or {})["preset"] == "min_traffic" for row in own) == proposes
+    assert {(row.settings or {})["preset"] for row in own} & DELTAS == proposed
     # At 1e-3 most of the weights change, and their words are more bytes than deltas of 2 bits.
     row = recommended((), own)
     assert row is not None and row.settings == {"preset": "min_traffic" if rate == 1e-3 else "exact"}

@@ -161,10 +161,15 @@ def test_a_candidate_that_fails_is_not_tried_again(tmp_path: Path, capsys: Any) 
     assert len(found["candidates"]["balanced"]["trials"]) == 3 and found["recommended"] is None
 
 
-def test_low_rates_exclude_changes_of_two_bits(tmp_path: Path, capsys: Any) -> None:
-    found = tuned(tmp_path, capsys, "made['rate'] = 1e-6", "--rounds", "1")
-    assert "min_traffic" not in (tmp_path / "names").read_text()
-    assert found["failed"] == {"min_traffic": "not tried, since it loses too much at learning rates under 1e-05"}
+@pytest.mark.parametrize(
+    ("rate", "limits"), [(1e-6, {"half_model": "1e-05", "min_traffic": "0.0001"}), (1e-5, {"min_traffic": "0.0001"})]
+)
+def test_low_rates_exclude_changes_of_few_bits(tmp_path: Path, capsys: Any, rate: float, limits: dict[str, str]) -> None:
+    found = tuned(tmp_path, capsys, f"made['rate'] = {rate}", "--rounds", "1")
+    assert not set(limits) & set((tmp_path / "names").read_text().split())
+    assert found["failed"] == {
+        name: f"not tried, since weights lag behind at learning rates under {limit}" for name, limit in limits.items()
+    }
 
 
 def trial(seconds: list[float], losses: tuple[float, ...] = (4.0, 2.0)) -> Trial:

@@ -56,8 +56,8 @@ def _search(args: argparse.Namespace, folder: Path) -> Search:
         line = progress.add_task("")
         for number, name in enumerate((STOCK, *TRIED) * args.rounds):
             lowest = 0.0 if name == STOCK else lowest_rate(ZeroPPConfig.from_dict(TRIED[name]))
-            if lowest and search.trials[STOCK][0].rate < lowest:  # its changes are too coarse for the job
-                search.failed[name] = f"not tried, since it loses too much at learning rates under {lowest:g}"
+            if lowest and search.trials[STOCK][0].rate < lowest:  # see ``low_rates.py``
+                search.failed[name] = f"not tried, since weights lag behind at learning rates under {lowest:g}"
             if name in search.failed:
                 continue
             time.sleep(args.pause if number else 0)
