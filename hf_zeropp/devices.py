@@ -11,7 +11,8 @@ accelerator (tests/helpers/happens_before) then sees all of these ways on a CPU.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -22,9 +23,26 @@ def has_streams(device: torch.device | str) -> bool:
     return (device if isinstance(device, torch.device) else torch.device(device)).type != "cpu"
 
 
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream in which work on ``device`` is queued now; None on a device without streams."""
+    return torch.accelerator.current_stream(device) if has_streams(device) else None
+
+
 def new_stream(device_type: str) -> torch.Stream:
     """Return a new stream of the current device, ahead of the others where streams have priorities, as those of FSDP2 are."""
     return torch.get_device_module(device_type).Stream(priority=-1)
+
+
+@contextmanager
+def in_turn_with(owner: torch.Stream | None) -> Iterator[None]:
+    """Let the current stream use memory of ``owner`` inside: behind what is queued there, and ahead of what comes there next."""
+    if owner is None:  # a device without streams
+        yield
+        return
+    current = torch.accelerator.current_stream()
+    current.wait_stream(owner)
+    yield
+    owner.wait_stream(current)
 
 
 def on_stream(stream: torch.Stream, device_type: str) -> AbstractContextManager[None]:

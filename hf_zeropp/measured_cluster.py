@@ -32,9 +32,7 @@ from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
 from hf_zeropp.ops.format import WEIGHT_BLOCK, Segment, WireLayout
 from hf_zeropp.traffic import Traffic
 
-RUN = (
-    "torchrun --nnodes 2 --node-rank R --master-addr IP --nproc-per-node 8 -m hf_zeropp.cli bench-network --output cluster.yaml"
-)
+RUN = "torchrun --nnodes 2 --node-rank R --master-addr IP --nproc-per-node 8 -m hf_zeropp.cli bench-network --output cluster.yaml"
 
 WIRE_BYTES = 16_000_000
 """Bytes that each rank sends in a large collective."""

@@ -163,7 +163,10 @@ def under_fsdp(settings: dict) -> dict:
         ({"num_processes": "4"}, "num_processes must be a positive integer without quotes, got '4'"),
         ({"num_machines": "two"}, "num_machines must be a positive integer without quotes, got 'two'"),
         ({"num_machines": 2, "machine_rank": 0}, "num_machines=2 needs main_process_ip: the address of machine 0"),
-        ({"num_machines": 2, "main_process_ip": "10.0.0.1"}, "num_machines=2 needs machine_rank: 0 to 1, another one on each"),
+        (
+            {"num_machines": 2, "main_process_ip": "10.0.0.1"},
+            "num_machines=2 needs machine_rank: 0 to 1, another one on each",
+        ),
         ({"zeropp_config": {"qwz_bitz": 8}}, "Did you mean 'qwz_bits'"),
         (under_fsdp({"zeropp": "exact"}), "'zeropp' stands under `fsdp_config:`"),
         (under_fsdp({"fsdp_qwz_bits": 4}), "'qwz_bits' stands under `fsdp_config:`"),

@@ -35,15 +35,16 @@ PYTORCH: tuple[Seam, ...] = (
         "The parameters of a unit, where one `fully_shard` call may make several groups. If it moved: "
         "`_fsdp_param_group` is read in its place, which raises if there are several.", since=(2, 12)),
     has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
-        "_is_root _auto_reshard_after_forward _state_ctx", "fsdp.units fsdp.gradients.unit_gradients",
+        "_is_root _auto_reshard_after_forward _state_ctx",
+        "fsdp.units fsdp.sharded_models fsdp.gradients.unit_gradients",
         "Whether FSDP2 will keep its root unit gathered, before a first forward pass has told; and the state that the units of a "
         "model share."),
     called("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "_lazy_init", "fsdp.sharded_models",
         "Takes over parameters that were replaced, on which ranks must agree."),
     has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext",
-        "post_backward_final_callback_queued iter_forward_root", "fsdp.units",
+        "post_backward_final_callback_queued iter_forward_root post_optim_event", "fsdp.units fsdp.sharded_models",
         "Whether a backward pass of the model is under way, which uses the weights of the forward pass; whether a forward pass "
-        "is. If it moved: AttributeError in a pass."),
+        "is; and where the optimizer's step ends. If it moved: AttributeError in a pass."),
     called("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "fsdp.units fsdp.sharded_models fsdp.gradients.unit_gradients",
         "The way from a module to its unit."),
     has("torch.distributed._composable_state", "_module_state_mapping", "fsdp.sharded_models",

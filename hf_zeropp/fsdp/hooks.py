@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.dtensors import local_tensor_of
 from hf_zeropp.fsdp.decisions import Decisions
-from hf_zeropp.fsdp.sharded_models import initialize_root, on_backward
+from hf_zeropp.fsdp.sharded_models import initialize_root, on_backward, wait_for_optimizer
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.weight_decisions import Entrance, WeightDecisions
 from hf_zeropp.heads import base_models, embeddings
@@ -174,6 +174,7 @@ def _hook_forward(module: nn.Module, decisions: WeightDecisions, entrance: Entra
         # FSDP2's hook would do this next. It takes over parameters that were replaced, which ranks agree on here, and names
         # those that are on the meta device still by their full names.
         initialize_root(module)
+        wait_for_optimizer(module)
         decisions.enter_forward(entrance)
 
     @torch.compiler.disable

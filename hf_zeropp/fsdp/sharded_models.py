@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 import torch.nn as nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from hf_zeropp import devices
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.fsdp.units import ROOT, Unit
 
@@ -41,6 +43,17 @@ def initialize_root(module: nn.Module) -> None:
     """Let FSDP2 do what it does before a root's first forward pass, if ``module`` is sharded and about to run one."""
     if isinstance(module, FSDPModule):
         module._get_fsdp_state()._lazy_init()
+
+
+def wait_for_optimizer(module: nn.Module) -> None:
+    """Let the current stream wait for the optimizer's step, where FSDP2 was told its end by an event.
+
+    FSDP2 lets its gathers wait for it (``set_post_optim_event``). Weights are read before them here.
+    """
+    if isinstance(module, FSDPModule):
+        event = module._get_fsdp_state()._state_ctx.post_optim_event
+        if event is not None and devices.has_streams(next(module.parameters()).device):
+            torch.accelerator.current_stream().wait_event(event)
 
 
 def find_sharded_modules() -> list[FSDPModule]:

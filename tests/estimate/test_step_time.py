@@ -245,7 +245,8 @@ DELTAS = {"half_model", "min_traffic"}
 
 
 @pytest.mark.parametrize(
-    ("rate", "proposed"), [(0.9e-5, set()), (1e-5, {"half_model"}), (0.9e-4, {"half_model"}), (1e-4, DELTAS), (1e-3, DELTAS)]
+    ("rate", "proposed"),
+    [(0.9e-5, set()), (1e-5, {"half_model"}), (0.9e-4, {"half_model"}), (1e-4, DELTAS), (1e-3, DELTAS)],
 )
 def test_deltas_of_few_bits_are_for_rates_at_which_they_train(rate: float, proposed: set[str]) -> None:
     one = job(gbit=0.1)

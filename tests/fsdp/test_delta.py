@@ -210,7 +210,7 @@ def scenario_every_size_of_a_copy_and_every_dtype(rank: int) -> None:
 
 
 def scenario_low_learning_rates_are_told_of_once(rank: int) -> None:
-    """By rank 0, for 2 bits under 1e-4 and 4 under 1e-5, and by the rate that a schedule is meant for: a warm-up begins at none."""
+    """By rank 0, for 2 bits under 1e-4 and 4 under 1e-5, by the rate that a schedule is meant for: a warm-up begins at none."""
 
     def said(settings: dict, rate: float, warms_up: bool = False) -> int:
         model, handle = new_model(settings)

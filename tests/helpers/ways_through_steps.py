@@ -361,6 +361,74 @@ def hooks_on_all_reduces(handle_of: Callable[[nn.Module], Any] | None = None) ->
         loss_of(model, tokens_of(0, step)).backward()
 
 
+def optimizers_in_some_units() -> None:
+    """One block steps in a hook, on FSDP2's stream for all-reduces, and delivers what the others have accumulated."""
+    train = training()
+    own = list(train.model.blocks[1].parameters())
+    inner = torch.optim.SGD(own, lr=1e-2)
+    rest = torch.optim.AdamW(set(train.model.parameters()).difference(own), lr=1e-2, foreach=True)
+    arrived: list[nn.Parameter] = []
+
+    def step_behind_the_last(param: nn.Parameter) -> None:
+        arrived.append(param)
+        if len(arrived) == 3 * len(own):  # three micro-steps
+            inner.step()
+
+    for param in own:
+        param.register_post_accumulate_grad_hook(step_behind_the_last)
+    for _ in range(2):
+        arrived.clear()
+        train._replace(optimizer=rest).step(3)
+        inner.zero_grad()
+
+
+def optimizers_that_free_what_they_read() -> None:
+    """Each parameter steps in a hook in the last micro-step, and frees the gradient that the first one made."""
+    train = training()
+    is_last = False
+
+    def step_and_free(param: nn.Parameter) -> None:
+        if is_last:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+    optimizers = {param: torch.optim.SGD([param], lr=1e-2) for param in train.model.parameters()}
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step_and_free)
+    for _ in range(2):
+        for is_last in (False, True):
+            train.handle.set_last_micro_step(is_last)
+            loss_of(train.model, tokens_of(0)).backward()
+
+
+def optimizer_on_a_side_stream(**settings: Any) -> None:
+    """FSDP2 is told of the end of the optimizer's step by an event, and the stream of the model does not wait."""
+    train = training(**settings)
+    side = torch.cpu.Stream()
+    for step in range(3):
+        loss_of(train.model, tokens_of(0, step)).backward()
+        side.wait_stream(torch.cpu.current_stream())
+        with torch.cpu.stream(side):
+            train.optimizer.step()
+        train.model.set_post_optim_event(side.record_event())
+        gradients = [param.grad for param in train.model.parameters()]  # held until the next pass, as FSDP2 asks
+        train.optimizer.zero_grad()
+    del gradients
+
+
+def delivers_what_was_not_dropped() -> None:
+    """One gradient of each unit is dropped, and then the rest is delivered, behind a pass that is not FSDP2's last."""
+    train = training()
+    train.model.set_is_last_backward(False)
+    train.handle.set_last_micro_step(False)
+    loss_of(train.model, tokens_of(0)).backward()
+    for unit in train.handle.units:
+        unit.trainable[0].grad = None
+    train.handle.deliver()
+    train.model.set_is_last_backward(True)
+    train.step()
+
+
 class Experts(nn.Module):
     """Two experts on each rank, one behind the other. Every rank of ``parts`` holds other ones."""
 
@@ -427,6 +495,8 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     ),
     "hops on one stream": functools.partial(steps, overlap=False),
     "hops on one stream, exact": functools.partial(steps, overlap=False, qwz_mode="exact"),
+    "optimizer on a side stream, exact": functools.partial(optimizer_on_a_side_stream, qwz_mode="exact"),
+    "optimizer on a side stream, hops on one stream": functools.partial(optimizer_on_a_side_stream, overlap=False),
     "generation": generation,
     "generation, delta": functools.partial(generation, **DELTA),
     "generation, exact": functools.partial(generation, qwz_mode="exact"),
@@ -461,5 +531,7 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
         *(reentrant_checkpointing, one_loss_over_roots, roots_that_take_turns, passes_that_are_not_the_last),
         *(unsharding_asynchronously, evaluation, no_sync, optimizer_in_backward, two_models, looks_at_gradients),
         *(loaded_weights, packed_lora, mixed_dtypes, hooks_on_all_reduces, gradient_hooks, two_meshes),
+        *(optimizers_in_some_units, optimizers_that_free_what_they_read, optimizer_on_a_side_stream),
+        delivers_what_was_not_dropped,
     )
 }

@@ -164,7 +164,9 @@ def test_a_candidate_that_fails_is_not_tried_again(tmp_path: Path, capsys: Any) 
 @pytest.mark.parametrize(
     ("rate", "limits"), [(1e-6, {"half_model": "1e-05", "min_traffic": "0.0001"}), (1e-5, {"min_traffic": "0.0001"})]
 )
-def test_low_rates_exclude_changes_of_few_bits(tmp_path: Path, capsys: Any, rate: float, limits: dict[str, str]) -> None:
+def test_low_rates_exclude_changes_of_few_bits(
+    tmp_path: Path, capsys: Any, rate: float, limits: dict[str, str]
+) -> None:
     found = tuned(tmp_path, capsys, f"made['rate'] = {rate}", "--rounds", "1")
     assert not set(limits) & set((tmp_path / "names").read_text().split())
     assert found["failed"] == {

@@ -167,12 +167,11 @@ class StreamDriver(Driver):
                 self._crossing = reduction, hop.flight
                 return
 
-    def run_rest(self, output: torch.Tensor) -> None:
-        """Run the rest of the reduction of ``output``. FSDP2 calls it on its stream for all-reduces."""
+    def run_rest(self, used: Sequence[torch.Tensor]) -> None:
+        """Run the rest of a reduction on FSDP2's stream for all-reduces, where FSDP2 uses the memory ``used``, and drops it."""
         crossing, self._crossing = self._crossing, None
         sent = () if crossing is None else (crossing[1].received, *crossing[1].sent)
-        # FSDP2 goes on with the output on this stream, also where it is zeros, and drops it as soon as that is queued.
-        self._hold([output, *sent])
+        self._hold([*used, *sent])
         if crossing is not None:
             for _ in crossing[0]:
                 pass

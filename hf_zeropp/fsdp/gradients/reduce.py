@@ -15,10 +15,13 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
-from hf_zeropp.fsdp.comm_objects import CommObject, naming, record_event
+from hf_zeropp.devices import current_stream, in_turn_with
+from hf_zeropp.dtensors import local_tensor_of
+from hf_zeropp.fsdp.comm_objects import CommObject, naming
 from hf_zeropp.fsdp.gradients.drivers import BLOCKING, StreamDriver, UnderWay
 from hf_zeropp.fsdp.gradients.pending import PendingGradients
 from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter, ReducedShard, ReduceScatter
@@ -40,7 +43,6 @@ from hf_zeropp.traffic import FSDP2_REDUCE, REDUCE_REPLICAS, Bytes, Peers
 # first: the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and an optimizer's
 # step or ``handle.deliver()`` (gradient_decisions.py), should the last micro-step never come. Until then ``.grad`` is pending
 # (pending.py).
-
 
 NO_WIRE_FORM = (
     "These units reduce gradients in a dtype without a wire form, so FSDP2 reduces them, across nodes at every micro-step: %s. "
@@ -84,13 +86,13 @@ class Partial:
     Attributes:
         sums: fp32 [Y, S]; bf16 with ``qgz_accumulator="bfloat16"``.
         form: how they travel.
-        written: recorded when they were written, on FSDP2's reduce-scatter stream. The next reduction runs on that stream too;
-            a delivery for an optimizer's step runs on another one, and waits for it. None on CPU.
+        stream: FSDP2's reduce-scatter stream, which wrote them and gets their memory back. The next reduction runs there too, and
+            a delivery for an optimizer's step on another one. None on CPU.
     """
 
     sums: torch.Tensor
     form: Form
-    written: torch.Event | None
+    stream: torch.Stream | None
 
 
 class AsksAboutReductions(Protocol):
@@ -123,7 +125,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._run = run
         self._decisions = decisions
         if isinstance(run.driver, StreamDriver):
-            unit.gradients.reduce_behind(run.driver.run_rest)
+            unit.gradients.reduce_behind(functools.partial(self._run_rest, run.driver))
         self._fsdp2 = DefaultReduceScatter()
         self._form: Form | None = None  # of the reduction before; kept as long as nothing of it changes
         self._form_key: tuple[object, ...] = ()
@@ -162,16 +164,21 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         shows_output = self.unit.gradients.are_looked_at
         driver = BLOCKING if shows_output else self._run.driver
         crosses = self._run.micro_steps.is_last_now or shows_output
-        # FSDP2 runs an all-reduce hook, and adds the output to ``.grad``, on a stream of its own, and drops the output while
-        # that stream may still read it. Kept until the unit's next reduction, its memory is not given to another reduction.
-        # This line can go when torch 2.15, whose FSDP2 keeps it itself, is the oldest version.
-        self._shown_output = output_tensor if shows_output else None
+        # Where the user's hook took the place of ``_run_rest``, FSDP2 drops the output while another stream still reads it. Kept
+        # until the unit's next reduction, its memory is given to no other one. FSDP2 keeps it itself since torch 2.15.
+        self._shown_output = output_tensor if self.unit.gradients.have_all_reduce_hook else None
         output = None if driver.is_late or not crosses else output_tensor
         if output is None:
             output_tensor.zero_()
         driver.run(self._reduce(input_tensor, form, crosses, output))
         self.pending.make_way((part.param for part in parts), for_zeros=output is None)
         return None
+
+    def _run_rest(self, driver: StreamDriver, output: torch.Tensor) -> None:
+        """Run the rest of the reduction of ``output``, on FSDP2's stream for all-reduces."""
+        # FSDP2 adds the output to a gradient that exists on this stream, and a gradient hook may free both.
+        grads = [param.grad for param in self.unit.trainable] if self.unit.gradients.are_looked_at else []
+        driver.run_rest([output, *(local_tensor_of(grad) for grad in grads if isinstance(grad, DTensor))])
 
     def _form_of(self, parts: tuple[ReducedShard, ...], dtype: torch.dtype, scale: float, divisor: float) -> Form:
         """Return the form of a reduction in ``dtype`` of ``parts``: the sum over ranks, times ``scale``, over ``divisor``."""
@@ -210,7 +217,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             sums = None if self._partial is None else self._partial.sums
             if not crosses:
                 sums = hops.accumulate(flight, layouts, sums)
-                self._partial = Partial(sums, form, record_event(sums.device))
+                self._partial = Partial(sums, form, current_stream(sums.device))
                 return
 
             # Encode the sums, and send every node its part.
@@ -289,8 +296,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def after_post_backward(self) -> None:
         """FSDP2 has added its output to ``.grad``: where something is missing in it, let ``.grad`` say so."""
         self.pending.close()
-        if not self._has_unfinished:
-            self.pending.clear()
+        self._clear_if_settled()
 
     @property
     def owes(self) -> bool:
@@ -301,32 +307,28 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             return True
         return self._partial is not None and any(self.pending.waits(part.param) for part in self._partial.form.parts)
 
-    @property
-    def _has_unfinished(self) -> bool:
-        return self._partial is not None or self._num_late > 0
+    def _clear_if_settled(self) -> None:
+        if self._partial is None and self._num_late == 0:
+            self.pending.clear()
 
     def deliver(self) -> None:
         """Run the cross hop for the partial, if there is one, and complete the gradients. Collective over the cross group."""
-        self.drop_unwanted()
-        partial, self._partial = self._partial, None
-        if partial is not None:
-            if partial.written is not None:
-                torch.accelerator.current_stream().wait_event(partial.written)
-            with naming(self.unit):
+        with naming(self.unit), in_turn_with(None if self._partial is None else self._partial.stream):
+            self.drop_unwanted()
+            partial, self._partial = self._partial, None
+            if partial is not None:
                 flight = self.hops.start_cross_hop(partial.form.layouts, partial.sums)
                 for index in range(len(self.hops.hops_of_replicas(partial.form.layouts))):
                     flight = self.hops.start_replica_hop(index, flight, partial.form.layouts)
                 self._finish(flight, partial.form)
-        if not self._has_unfinished:
-            self.pending.clear()
+        self._clear_if_settled()
 
     def discard(self) -> None:
         """Forget the micro-steps accumulated so far."""
         self._partial = None
         if self._run.config.accumulates_on_rank:
             self.unit.gradients.drop_unreduced()
-        if not self._has_unfinished:
-            self.pending.clear()
+        self._clear_if_settled()
 
     def drop_unwanted(self) -> None:
         """Take the contributions to gradients that were zeroed, set to None or replaced out of the partial."""

@@ -178,6 +178,11 @@ class UnitGradients:
             param = fsdp_param.sharded_param
             if getattr(param, "_post_accumulate_grad_hooks", None) and param.requires_grad:
                 return True
+        return self.have_all_reduce_hook
+
+    @property
+    def have_all_reduce_hook(self) -> bool:
+        """Whether the user has set an all-reduce hook."""
         return self._group._all_reduce_hook is not self._behind
 
     def reduce_behind(self, finish: Callable[[torch.Tensor], None]) -> None:
@@ -188,8 +193,8 @@ class UnitGradients:
 
     def structure(self) -> tuple[object, ...]:
         """Return the facts that choose the collectives of reductions: an all-reduce hook of the user's, and divisors."""
-        hook = self._group._all_reduce_hook is not self._behind
-        return hook, self._group.gradient_divide_factor, self._group.force_sum_reduction_for_comms
+        group = self._group
+        return self.have_all_reduce_hook, group.gradient_divide_factor, group.force_sum_reduction_for_comms
 
     def divisor_after_reduce(self, dtype: torch.dtype) -> float:
         """Return the divisor that FSDP2 applies after a reduction in ``dtype``: not 1 where it asks for sums, and in fp16."""

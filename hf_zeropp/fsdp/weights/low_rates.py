@@ -30,8 +30,8 @@ def warn_of_low_rate(config: ZeroPPConfig, optimizer: torch.optim.Optimizer) -> 
     if not lowest or (rate := _highest_rate(optimizer)) >= lowest or dist.get_rank() != 0:
         return
     logger.warning(
-        "The highest learning rate of %s is %.3g. Changes of weights in %d bits are too coarse for steps of rates under %g: ranks "
-        "compute with weights that are behind (at a tenth of that rate with half of stock FSDP2's progress, "
+        "The highest learning rate of %s is %.3g. Changes of weights in %d bits are too coarse for steps of rates under %g: "
+        "ranks compute with weights that lag behind (at a tenth of that rate with half of stock FSDP2's progress, "
         "scripts/results/real_model.md). Set preset 'exact', which rounds no weight and sends fewer bytes at such rates.",
         type(optimizer).__name__,
         rate,
