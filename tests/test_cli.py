@@ -17,6 +17,7 @@ from hf_zeropp.compat import TESTED
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.integrations.launch import command as launcher
 
+ROOT = Path(__file__).parent.parent
 ACCELERATE = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "FSDP",
@@ -176,6 +177,16 @@ def test_a_job_without_its_settings_or_its_ranks_does_not_start(jobs, change: di
     with pytest.raises(SystemExit, match=said):
         launch(change)
     assert jobs == []
+
+
+def test_the_file_for_two_machines_needs_two_flags(jobs) -> None:
+    command = ["launch", "--config_file", str(ROOT / "examples/configs/gpus_2_machines_x_8.yaml")]
+    with pytest.raises(SystemExit, match="needs main_process_ip"):
+        cli.main([*command, "script.py"])
+    del os.environ["ZEROPP_CONFIG_FILE"]  # of the job that did not start
+    cli.main([*command, "--machine_rank", "1", "--main_process_ip", "10.0.0.1", "script.py"])
+    ((args, settings),) = jobs
+    assert (args.machine_rank, args.main_process_ip, settings) == (1, "10.0.0.1", ZeroPPConfig())
 
 
 def test_flags_and_variables_are_read_before_any_process_starts(jobs, monkeypatch) -> None:
