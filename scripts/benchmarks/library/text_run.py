@@ -73,6 +73,10 @@ class TextRun:
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate_at)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        # It stays in training mode for evaluations too, which changes nothing, since no model here has dropout. On a CPU
+        # bitsandbytes (0.50.2) brings a weight into another form in a pass in evaluation mode, and its layers have no gradients
+        # from then on.
+        self.model.train()
         # Listed now: behind an evaluation the root's parameters are FSDP2's unsharded ones, whose memory goes in the next step.
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self.handle = self.plugin.handle_of(self.model)
@@ -111,8 +115,6 @@ class TextRun:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the loss on the validation sequences of all ranks."""
-        # In training mode, which changes nothing: no model here has dropout. On a CPU bitsandbytes (0.50.2) brings a weight into
-        # another form in a pass in evaluation mode, and its layers have no gradients from then on.
         losses = [self._objective.loss(self.model, batch) for batch in self.validation]
         loss = torch.stack(losses).mean()
         dist.all_reduce(loss)
