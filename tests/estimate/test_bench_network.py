@@ -43,7 +43,7 @@ def test_two_nodes_of_two_ranks_are_measured(tmp_path: Path, capsys: pytest.Capt
 def test_without_a_launcher_it_says_how_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit, match="expected a launcher.*; got none. Run torchrun --nproc-per-node 4"):
+    with pytest.raises(SystemExit, match="expected a launcher.*; got none. Run torchrun --nnodes 2 --node-rank R"):
         cli.main(["bench-network", "--output", str(tmp_path / "c.yaml")])
 
 

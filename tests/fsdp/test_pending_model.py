@@ -50,7 +50,7 @@ CONTRIBUTION = {"a": 1.0, "b": 10.0, "c": 100.0}
 class FakeUnit:
     """Stands for a unit in reductions, and for its gradients, without FSDP2."""
 
-    are_looked_at = puts_off_replicas = False
+    are_looked_at = have_all_reduce_hook = puts_off_replicas = False
     dtype = torch.float32
     divide_factor = None
     modules: tuple[torch.nn.Module, ...] = ()
