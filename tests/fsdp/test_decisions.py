@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+from checked_training import RANKS_PER_NODE, training
 from happens_before import checked_world
 from harness import RankError, announce, expect_errors, run_ranks, started_ranks
 from toy import EXACT, backward, make_lm, shard, tokens_of, train
 from two_nodes import raise_out_of_memory
-from ways_through_steps import RANKS_PER_NODE, training
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.comm.agreement import Agreement, Answer

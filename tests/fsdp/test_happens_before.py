@@ -15,14 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from happens_before import Checker, checked, checked_world, fake_world
-from harness import run_ranks, selected
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from toy import EXACT, POLICIES, make_lm, shard
-from ways_through_steps import (
-    CONFIGURATIONS,
+from checked_training import (
     FOUR_REPLICAS,
     NATIVE,
     QUANTIZED,
@@ -31,6 +24,16 @@ from ways_through_steps import (
     WHOLE_WIRES,
     Training,
     apply,
+    training,
+)
+from happens_before import Checker, checked, checked_world, fake_world
+from harness import run_ranks, selected
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from toy import EXACT, POLICIES, make_lm, shard
+from ways_through_steps import (
+    CONFIGURATIONS,
     decay_of_a_skipped_layer,
     hooks_on_all_reduces,
     one_loss_over_roots,
@@ -39,7 +42,6 @@ from ways_through_steps import (
     roots_that_take_turns,
     secondary_shards_of_two_streams,
     steps,
-    training,
     two_meshes,
 )
 

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from checked_training import mesh_of_replicas
 from harness import Scenarios, expect_errors, run_ranks, scenarios_of
 from test_secondary_check import yesterdays_shard
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -27,7 +28,6 @@ from toy import (
     shard,
 )
 from toy import train as train_steps
-from ways_through_steps import mesh_of_replicas
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm.topology import prime_factors
