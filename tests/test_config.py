@@ -105,6 +105,8 @@ def test_presets_are_defaults_with_a_name() -> None:
         ({"qgz_bits": 2}, ["qgz_bits", str((*GRADIENT_BITS, None)), "got 2"]),
         ({"qgz_until": 1.5}, ["qgz_until", "from 0 to 1", "got 1.5"]),
         ({"hpz_size": 0}, ["hpz_size", "positive int or one of ('node', None)", "got 0"]),
+        ({"hpz_size": "None"}, ["hpz_size", "got 'None'", "In a YAML or JSON file None is `null`."]),
+        ({"qgz_bits": "None"}, ["qgz_bits", "got 'None'", "In a YAML or JSON file None is `null`."]),
         ({"hpz_bits": 8}, ['hpz_bits is for qwz_mode="delta" alone']),
         ({"frozen_bits": 2}, ["frozen_bits", "(8, 4, None)", "got 2"]),
         ({"overlap": "yes"}, ["overlap", "true or false", "'yes'"]),

@@ -225,6 +225,20 @@ def test_accelerate(scenario):
     WORKS.check(scenario)
 
 
+def ask_for_a_handle(rank: int) -> bool:
+    """Prepare a model in a process that no launcher started, and return whether it has a handle."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    plugin = ZeroPPPlugin(zeropp=TWO_NODES)
+    model = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    return plugin.handle_of(model) is not None
+
+
+def test_in_a_single_process_there_is_no_handle() -> None:
+    assert run_ranks(ask_for_a_handle, 1, init=False) == [False]
+
+
 # Resuming, in fresh processes.
 
 

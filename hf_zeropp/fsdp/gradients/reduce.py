@@ -164,8 +164,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         shows_output = self.unit.gradients.are_looked_at
         driver = BLOCKING if shows_output else self._run.driver
         crosses = self._run.micro_steps.is_last_now or shows_output
-        # Where the user's hook took the place of ``_run_rest``, FSDP2 drops the output while another stream still reads it. Kept
-        # until the unit's next reduction, its memory is given to no other one. FSDP2 keeps it itself since torch 2.15.
+        # ``_run_rest`` holds the output until FSDP2 has used it. An all-reduce hook of the user's runs in place of it: then the
+        # output is kept here until the unit's next reduction. Since torch 2.15 FSDP2 keeps it itself.
         self._shown_output = output_tensor if self.unit.gradients.have_all_reduce_hook else None
         output = None if driver.is_late or not crosses else output_tensor
         if output is None:
