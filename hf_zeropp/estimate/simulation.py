@@ -14,12 +14,19 @@ The simulation jumps from the end of one task to the next, and takes no time ste
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+import functools
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 PROCESSOR, NETWORK, WITHIN = "processor", "network", "within"
 """The resources: the processor of a rank, the network of its node, and the rank's links within the node."""
+
+Shares = tuple[tuple[str, float], ...]
+"""Resources by name, and of each a share between 0 and 1."""
+
+NOTHING: Shares = ()
 
 _DONE = 1e-12
 """Seconds of work left that count as none: what rounding leaves over."""
@@ -41,10 +48,15 @@ class Stage:
     latency: float = 0.0
     computes: bool = False
 
-    @property
+    @functools.cached_property
     def work_s(self) -> float:
         """Seconds of its work where nothing else runs, without the latency."""
         return max((seconds for _, seconds in self.demands), default=0.0)
+
+    @functools.cached_property
+    def shares(self) -> Shares:
+        """What its work uses where nothing else runs."""
+        return tuple((resource, seconds / self.work_s) for resource, seconds in self.demands if seconds)
 
 
 class Task(NamedTuple):
@@ -61,48 +73,97 @@ class Task(NamedTuple):
     after: tuple[int, ...] = ()
 
 
-class _Running:
-    """A task that runs: first its latency, which uses nothing, then its work, with a share of each resource."""
+class _Stream:
+    """A stream: the indices of its tasks, the next one last, and what is left of the task that it runs."""
 
-    def __init__(self, index: int, stage: Stage) -> None:
-        self.index, self.speed = index, 1.0
-        work_s = stage.work_s
-        shares = [(resource, seconds / work_s) for resource, seconds in stage.demands if seconds]
-        # The seconds and shares of what is left, the last part first.
-        self._parts = [(work_s, shares), *([(stage.latency, [])] if stage.latency else [])]
-        self.left, self.shares = self._parts.pop()
+    __slots__ = ("indices", "later", "left", "shares", "speed")
 
-    def advance(self, seconds: float) -> bool:
-        """Let ``seconds`` pass, and return whether the task has ended."""
-        self.left -= seconds * self.speed
-        if self.left <= _DONE and self._parts:
-            self.left, self.shares = self._parts.pop()
-        return self.left <= _DONE
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self.left, self.speed, self.shares = 0.0, 1.0, NOTHING
+        self.later: Stage | None = None
+
+    def start(self, stage: Stage) -> None:
+        """Run a stage: first its latency, which uses nothing, then its work, with a share of each resource."""
+        if stage.latency:
+            self.left, self.shares, self.later = stage.latency, NOTHING, stage
+        else:
+            self.start_work(stage)
+
+    def start_work(self, stage: Stage) -> None:
+        """Run the work of a stage, whose latency is over."""
+        self.left, self.shares, self.later = stage.work_s, stage.shares, None
+
+
+# A large model has thousands of tasks under each method. So the loops below call nothing for a task that goes on.
 
 
 def simulate(tasks: Sequence[Task]) -> list[float]:
     """Return the seconds from the start at which each task ends. Every task follows those that it waits for."""
-    queues: dict[str, deque[int]] = {}
-    for index, task in enumerate(tasks):
-        assert all(other < index for other in task.after), f"{task} waits for a later task than number {index}"
-        queues.setdefault(task.stream, deque()).append(index)
-    ends: dict[int, float] = {}
-    running: dict[str, _Running] = {}  # by stream
-    now = 0.0
+    streams: dict[str, _Stream] = defaultdict(_Stream)
+    for index in reversed(range(len(tasks))):
+        task = tasks[index]
+        assert max(task.after, default=-1) < index, f"{task} waits for a later task than number {index}"
+        streams[task.stream].indices.append(index)
+    ends = [math.inf] * len(tasks)
+    now, idle, running = 0.0, list(streams.values()), list[_Stream]()
     while True:
-        for stream, queue in queues.items():
-            if queue and stream not in running and all(other in ends for other in tasks[queue[0]].after):
-                index = queue.popleft()
-                running[stream] = _Running(index, tasks[index].stage)
+        idle, started = _start(idle, tasks, ends, now)
+        running += started
         if not running:
-            return [ends[index] for index in range(len(tasks))]
-        used: dict[str, float] = {}
-        for one in running.values():
-            for resource, share in one.shares:
-                used[resource] = used.get(resource, 0.0) + share
-        for one in running.values():
-            one.speed = 1.0 / max(1.0, max((used[resource] for resource, _ in one.shares), default=1.0))
-        passed = min(one.left / one.speed for one in running.values())
+            return ends
+        passed = _next_end(running)
         now += passed
-        for stream in [stream for stream, one in running.items() if one.advance(passed)]:
-            ends[running.pop(stream).index] = now
+        running, ended = _advance(running, passed)
+        for stream in ended:
+            ends[stream.indices.pop()] = now
+        idle += ended
+
+
+def _start(
+    idle: Sequence[_Stream], tasks: Sequence[Task], ends: Sequence[float], now: float
+) -> tuple[list[_Stream], list[_Stream]]:
+    """Start the next task of each stream, and return the streams whose next task waits, and those that run."""
+    waiting, started = [], []
+    for stream in idle:
+        if not stream.indices:
+            continue
+        task = tasks[stream.indices[-1]]
+        for other in task.after:
+            if ends[other] > now:
+                waiting.append(stream)
+                break
+        else:
+            stream.start(task.stage)
+            started.append(stream)
+    return waiting, started
+
+
+def _next_end(running: Sequence[_Stream]) -> float:
+    """Slow down the streams whose resources are full, and return the seconds until the first of them comes to an end."""
+    used: dict[str, float] = {}
+    for stream in running:
+        for resource, share in stream.shares:
+            used[resource] = used.get(resource, 0.0) + share
+    first = math.inf
+    for stream in running:
+        slowdown = 1.0
+        for resource, _ in stream.shares:
+            if used[resource] > slowdown:
+                slowdown = used[resource]
+        stream.speed = 1.0 / slowdown
+        if stream.left * slowdown < first:
+            first = stream.left * slowdown
+    return first
+
+
+def _advance(running: Sequence[_Stream], seconds: float) -> tuple[list[_Stream], list[_Stream]]:
+    """Let ``seconds`` pass, and return the streams that run on, and those whose task has ended."""
+    left, ended = [], []
+    for stream in running:
+        stream.left -= seconds * stream.speed
+        if stream.left <= _DONE and stream.later is not None:
+            stream.start_work(stream.later)
+        # A stage may have a latency and no work.
+        (left if stream.left > _DONE else ended).append(stream)
+    return left, ended
