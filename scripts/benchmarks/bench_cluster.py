@@ -50,7 +50,9 @@ from library.variants import LEARNING_RATE, VARIANTS, ModelShape, Recipe, shown
 RATES = ["unlimited", "10gbit", "1gbit", "200mbit", "50mbit"]
 RIVALS = ["stock", "keep", "node", "hsdp"]
 """The ways of FSDP2 without this package."""
-DEFAULT_VARIANTS = ["compute", *RIVALS, "balanced", "balanced, kept", "half_model", "exact", "paper"]
+SILENT = ["compute, kept", "compute"]
+"""Variants without communication. The first computes the model and nothing else; some files have the second alone."""
+DEFAULT_VARIANTS = [SILENT[0], *RIVALS, "balanced", "balanced, kept", "half_model", "exact", "paper"]
 QUICK = {
     "rates": ["100mbit"],
     "variants": ["compute", "stock", "hsdp", "balanced"],
@@ -71,8 +73,8 @@ bf16 reduction unless the name says fp32; *HSDP* shards within the node and repl
 package, under the names of its presets; *no communication* runs the same step without any collective. Step times are
 medians. *Keeps weights*: each unit is gathered once per step, and weights and gradients stay in full until the last micro-step.
 *Backward in nodes*: `reshard_after_forward` is the number of ranks of a node. *x best FSDP2* is beside the fastest of the ways
-that FSDP2 has by itself, *computing* the share of a step that the model takes, by the row without communication. The floor
-is the step without communication plus the bytes that crossed the link over its rate. M is the model in
+that FSDP2 has by itself, *computing* the share of a step that the model takes, by the first row without communication. The floor
+is that row plus the bytes that crossed the link over its rate. M is the model in
 bf16 times (Y-1)/Y for Y nodes. Link MB are those of the busiest node per step, by its interface's counters, headers and
 acknowledgements included: the flat rings of stock FSDP2 put more on each link than has to cross (cluster.md says why);
 counted MB are our own accounting of payload (and, for qgZ alone, of FSDP2's gathers as a ring carries them)."""
@@ -229,7 +231,8 @@ def step_grid(study: Study, table: Key, args: argparse.Namespace) -> Grid:
     """
     model_bytes, bits = crossing_bytes(study.conditions), bits_per_second(table["rate"])
     has_predictions = any(cell.get("predicted_bytes") for cell in study.rows("cells"))  # older files have none
-    compute = study.find("cells", **table, variant="compute")
+    silent = (study.find("cells", **table, variant=name) for name in SILENT)
+    compute = next(filter(None, silent), None)
     rivals = {"x stock": study.find("cells", **table, variant="stock")}
     if args.rival != "stock":
         rivals[f"x {shown(args.rival)}"] = study.find("cells", **table, variant=args.rival)
@@ -259,7 +262,7 @@ def memory_grid(study: Study) -> Grid:
         {"variant": shown(row["variant"]), "micro-steps": str(row["accumulation"])}
         | {kind: f"{row[kind] / 1e6:.1f}" for kind in MEMORY_KINDS}
         for row in study.rows("memory")
-        if row["variant"] != "compute"
+        if row["variant"] not in SILENT
     ]
     return Grid.of("MB per rank", rows)
 
@@ -270,7 +273,7 @@ def plot(study: Study, args: argparse.Namespace, path: Path) -> None:
     places = list(itertools.product(args.accumulation, args.learning_rates))
     title = f"Steps per second beside {rival} (= 1)\n{cluster_text(study.conditions)}"
     figure, axes = panels(len(places), title, sharey=True)
-    left_out = {"compute", "stock"} if args.rival != "stock" else {"compute"}
+    left_out = {*SILENT, "stock"} if args.rival != "stock" else {*SILENT}
     names = [name for name in args.variants if name not in left_out]
     for axis, (micro_steps, learning_rate) in zip(axes, places, strict=True):
         here = {"accumulation": micro_steps, "learning_rate": learning_rate}

@@ -12,6 +12,7 @@ from library.variants import ModelShape, shown
 
 COLORS = {
     "compute": "lightgray",
+    "compute, kept": "lightgray",
     "stock": "black",
     "stock-fp32": "saddlebrown",
     "hsdp": "gray",

@@ -162,6 +162,7 @@ class TrainingRun:
         """
         # Accelerate reads it in every ``accumulate``, so one prepared model can be measured with all accumulations.
         self.accelerator.gradient_accumulation_steps = micro_steps
+        self.accelerator.step = 0  # it counts micro-steps, and steps before may have had another number of them
         for index in range(micro_steps):
             is_last = index == micro_steps - 1
             if self.variant.keeps_weights:

@@ -22,6 +22,7 @@ LEARNING_RATE = 1e-4
 
 SHOWN = {
     "compute": "no communication",
+    "compute, kept": "no communication, keeps weights",
     "balanced, kept": "balanced that keeps weights",
     "stock": "stock FSDP2",
     "stock-fp32": "stock FSDP2, fp32 reduction",
@@ -85,6 +86,7 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("compute", silent=True),
+        Variant("compute, kept", silent=True, keeps_weights=True),
         Variant("stock"),
         Variant("stock-fp32", fp32_reduce=True),
         Variant("keep", keeps_weights=True),
