@@ -49,8 +49,8 @@ QUICK = {
     "rates": [1e-5],
     "variants": ["stock", "balanced"],
     "seeds": [0],
-    "steps": 4,
-    "num_validation": 16,
+    "steps": 2,
+    "num_validation": 8,
 }
 TITLE = "The loss of a trained language model under each preset, beside stock FSDP2"
 INTRO = """The model in {model} is trained on docstrings of the installed PyTorch (`torch.distributed`, `torch.nn`, `torch.optim`,
