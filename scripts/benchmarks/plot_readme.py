@@ -20,11 +20,11 @@ LINES = {
     "hsdp": "HSDP",
     "balanced": "hf_zeropp, preset balanced",
     "balanced, kept": "the same, which keeps weights",
-    "compute": "no communication",
+    "compute, kept": "no communication",
 }
 """Variants of the cluster study, and their names in the plot."""
-RATES = ("200mbit", "1gbit", "10gbit", "unlimited")
-SECONDS = (0.25, 0.5, 1, 2, 5, 10, 20)
+RATES = ("50mbit", "200mbit", "1gbit", "10gbit", "unlimited")
+SECONDS = (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     for axis, micro_steps in zip(axes, (1, 8), strict=True):
         for name, label in LINES.items():
             cells = [study.find("cells", rate=rate, accumulation=micro_steps, variant=name) for rate in RATES]
-            style = ":" if name == "compute" else "-"
+            style = ":" if name == "compute, kept" else "-"
             axis.plot([cell["step_s"] for cell in cells], style, color=COLORS[name], marker="o", label=label)
         axis.set_title(f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''} per step")
         axis.set(yscale="log", xlabel="link between nodes")
