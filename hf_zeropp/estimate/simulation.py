@@ -124,7 +124,7 @@ def _start(
     idle: Sequence[_Stream], tasks: Sequence[Task], ends: Sequence[float], now: float
 ) -> tuple[list[_Stream], list[_Stream]]:
     """Start the next task of each stream, and return the streams whose next task waits, and those that run."""
-    waiting, started = [], []
+    waiting, started = list[_Stream](), list[_Stream]()
     for stream in idle:
         if not stream.indices:
             continue
@@ -159,7 +159,7 @@ def _next_end(running: Sequence[_Stream]) -> float:
 
 def _advance(running: Sequence[_Stream], seconds: float) -> tuple[list[_Stream], list[_Stream]]:
     """Let ``seconds`` pass, and return the streams that run on, and those whose task has ended."""
-    left, ended = [], []
+    left, ended = list[_Stream](), list[_Stream]()
     for stream in running:
         stream.left -= seconds * stream.speed
         if stream.left <= _DONE and stream.later is not None:
