@@ -26,7 +26,7 @@ PROCESSOR, NETWORK, WITHIN = "processor", "network", "within"
 Shares = tuple[tuple[str, float], ...]
 """Resources by name, and of each a share between 0 and 1."""
 
-NOTHING: Shares = ()
+_NOTHING: Shares = ()
 
 _DONE = 1e-12
 """Seconds of work left that count as none: what rounding leaves over."""
@@ -55,7 +55,7 @@ class Stage:
 
     @functools.cached_property
     def shares(self) -> Shares:
-        """What its work uses where nothing else runs."""
+        """The share of each resource, between 0 and 1, that its work keeps busy while no other task runs."""
         return tuple((resource, seconds / self.work_s) for resource, seconds in self.demands if seconds)
 
 
@@ -80,13 +80,13 @@ class _Stream:
 
     def __init__(self) -> None:
         self.indices: list[int] = []
-        self.left, self.speed, self.shares = 0.0, 1.0, NOTHING
+        self.left, self.speed, self.shares = 0.0, 1.0, _NOTHING
         self.later: Stage | None = None
 
     def start(self, stage: Stage) -> None:
         """Run a stage: first its latency, which uses nothing, then its work, with a share of each resource."""
         if stage.latency:
-            self.left, self.shares, self.later = stage.latency, NOTHING, stage
+            self.left, self.shares, self.later = stage.latency, _NOTHING, stage
         else:
             self.start_work(stage)
 
@@ -95,7 +95,7 @@ class _Stream:
         self.left, self.shares, self.later = stage.work_s, stage.shares, None
 
 
-# A large model has thousands of tasks under each method. So the loops below call nothing for a task that goes on.
+# A large model has thousands of tasks under each method, so the loops below call no function for a task that goes on.
 
 
 def simulate(tasks: Sequence[Task]) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 import torch.nn as nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
@@ -52,8 +51,8 @@ def wait_for_optimizer(module: nn.Module) -> None:
     """
     if isinstance(module, FSDPModule):
         event = module._get_fsdp_state()._state_ctx.post_optim_event
-        if event is not None and devices.has_streams(next(module.parameters()).device):
-            torch.accelerator.current_stream().wait_event(event)
+        if event is not None and (stream := devices.current_stream(next(module.parameters()).device)) is not None:
+            stream.wait_event(event)
 
 
 def find_sharded_modules() -> list[FSDPModule]:
