@@ -73,7 +73,7 @@ bf16 reduction unless the name says fp32; *HSDP* shards within the node and repl
 package, under the names of its presets; *no communication* runs the same step without any collective. Step times are
 medians. *Keeps weights*: each unit is gathered once per step, and weights and gradients stay in full until the last micro-step.
 *Backward in nodes*: `reshard_after_forward` is the number of ranks of a node. *x best FSDP2* is beside the fastest of the ways
-that FSDP2 has by itself, *computing* the share of a step that the model takes, by the first row without communication. The floor
+that FSDP2 has by itself, *computing* the share of a step that the model takes, by the row without communication. The floor
 is that row plus the bytes that crossed the link over its rate. M is the model in
 bf16 times (Y-1)/Y for Y nodes. Link MB are those of the busiest node per step, by its interface's counters, headers and
 acknowledgements included: the flat rings of stock FSDP2 put more on each link than has to cross (cluster.md says why);
