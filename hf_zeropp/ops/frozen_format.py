@@ -5,6 +5,10 @@ A weight [..., columns] (a matrix, or 3-D for fused experts) becomes, row by row
     codes   uint8 [..., ceil(columns * bits / 8)]     INT8, or two INT4 codes in a byte, the low nibble first
     scales  uint8 [..., 2 * ceil(columns / block)]    16 bits for each block of consecutive columns
 
+A block is as wide as ``FrozenFormat`` says, 128 columns by default, unless what is left of a row behind whole blocks is so short
+that its scales cost too much. Then the row has fewer and wider blocks: one of 576 columns has three of 160 and one of 96. So a
+row of 128 columns or more takes at most 4.127 bits per weight or 8.127, scales included.
+
 Both are uint8 because ``model.to(dtype)`` and its like cast floats, and because gloo and NCCL move no int16.
 
 Rows stay rows: FSDP2 shards both tensors along dim 0, and the part that a rank holds is the packed form of its rows. A block
@@ -23,7 +27,6 @@ The compiled kernels (ops/cpu/frozen_*.cpp) and the PyTorch code agree bit for b
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import torch
@@ -48,6 +51,7 @@ class FrozenFormat:
     Args:
         bits: bits of a code: 8 or 4.
         block: columns that share 16 bits of scales, which are one scale in 8 bits and two in 4: a multiple of 32 from 32 to 4096.
+            Some rows have wider blocks: see ``block_of``.
 
     Raises:
         ValueError: any other value.
@@ -68,13 +72,23 @@ class FrozenFormat:
                 f"{MAX_BLOCK}, got {self.block!r}."
             )
 
+    def block_of(self, columns: int) -> int:
+        """Return the columns of a block in a row of ``columns`` elements; the last block may have fewer.
+
+        The narrowest from ``block`` on with which the scales of a row take at most 16 bits for each ``block`` columns and a 64th
+        more: 4.127 bits per weight at 128, which is what NF4 takes with nested scales.
+        """
+        most_blocks = max(columns * 65 // (64 * self.block), 1)
+        even = -(-columns // (most_blocks * BLOCK_MULTIPLE)) * BLOCK_MULTIPLE
+        return min(max(even, self.block), MAX_BLOCK)
+
     def code_columns(self, columns: int) -> int:
         """Return the bytes of the codes of a row of ``columns`` elements."""
-        return -(-columns * self.bits // 8)
+        return _code_columns(columns, self.bits)
 
     def scale_columns(self, columns: int) -> int:
         """Return the bytes of the scales of a row of ``columns`` elements."""
-        return 2 * -(-columns // self.block)
+        return _scale_columns(columns, self.block_of(columns))
 
     def nbytes(self, shape: torch.Size | tuple[int, ...]) -> int:
         """Return the bytes of codes and scales of a weight of this shape."""
@@ -82,16 +96,23 @@ class FrozenFormat:
         return rows * (self.code_columns(shape[-1]) + self.scale_columns(shape[-1]))
 
 
-_format = functools.cache(FrozenFormat)  # generation makes the same few formats for every layer of every token
+def _code_columns(columns: int, bits: int) -> int:
+    return -(-columns * bits // 8)
+
+
+def _scale_columns(columns: int, block: int) -> int:
+    return 2 * -(-columns // block)
+
+
+# The operators below take what ``block_of`` returned. The functions around them take a format.
 
 
 @operator(frozen_reference.pack, counts=("rows", "columns"), codes="uint8_t*", scales="uint8_t*")
 def _frozen_pack(weight: Floats, bits: int, block: int) -> Result:
-    format = _format(bits, block)
     *leading, columns = weight.shape
     filled = (
-        Filled((*leading, format.code_columns(columns)), torch.uint8),
-        Filled((*leading, format.scale_columns(columns)), torch.uint8),
+        Filled((*leading, _code_columns(columns, bits)), torch.uint8),
+        Filled((*leading, _scale_columns(columns, block)), torch.uint8),
     )
     # C sees a matrix of rows: fused experts [experts, rows, columns] differ from it in their shape alone.
     return Result(weight.device, (weight.numel() // max(columns, 1), columns), filled)
@@ -110,29 +131,29 @@ def pack(weight: Tensor, format: FrozenFormat) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: a weight of another dtype.
     """
-    return _frozen_pack(weight.contiguous(), format.bits, format.block)
+    return _frozen_pack(weight.contiguous(), format.bits, format.block_of(weight.shape[-1]))
 
 
 @operator(frozen_reference.unpack, counts=("rows",), out="void*")
 def _frozen_unpack(codes: Bytes, scales: Bytes, columns: int, bits: int, block: int, dtype: torch.dtype) -> Result:
     check_dtype(dtype)
-    rows = _check_rows(codes, scales, columns, _format(bits, block))
+    rows = _check_rows(codes, scales, columns, bits, block)
     return Result(codes.device, (rows,), (Filled((*codes.shape[:-1], columns), dtype),))
 
 
-def _check_rows(codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat) -> int:
+def _check_rows(codes: Tensor, scales: Tensor, columns: int, bits: int, block: int) -> int:
     """Return the rows of a packed weight.
 
     Raises ``ValueError`` unless codes and scales have the shapes of a weight [..., columns]. With others, which a damaged
     checkpoint may hold, kernels would read past their end.
     """
     leading = codes.shape[:-1]
-    widths = format.code_columns(columns), format.scale_columns(columns)
+    widths = _code_columns(columns, bits), _scale_columns(columns, block)
     for name, tensor, width in (("codes", codes, widths[0]), ("scales", scales, widths[1])):
         if tensor.shape != (*leading, width):
             raise ValueError(
-                f"expected {name} of shape {(*leading, width)} for {columns} columns in {format.bits} bits and blocks of "
-                f"{format.block}, got {tuple(tensor.shape)}"
+                f"expected {name} of shape {(*leading, width)} for {columns} columns in {bits} bits and blocks of "
+                f"{block}, got {tuple(tensor.shape)}"
             )
     return math.prod(leading)
 
@@ -157,7 +178,7 @@ def unpack(
         TypeError: another ``dtype``, or tensors of other dtypes.
         ValueError: tensors of other sizes.
     """
-    arguments = (codes.contiguous(), scales.contiguous(), columns, format.bits, format.block, dtype)
+    arguments = (codes.contiguous(), scales.contiguous(), columns, format.bits, format.block_of(columns), dtype)
     return _frozen_unpack(*arguments, out=out)
 
 
@@ -168,7 +189,7 @@ def _frozen_matmul(
     num_inputs = x.shape[0]
     if num_inputs > MAX_INPUTS:
         raise ValueError(f"expected at most {MAX_INPUTS} rows of x, got {num_inputs}: decode the weight and multiply")
-    rows = _check_rows(codes, scales, columns, _format(bits, block))
+    rows = _check_rows(codes, scales, columns, bits, block)
     check_size("x", x, num_inputs * columns)
     if bias is not None:
         check_size("bias", bias, rows)
@@ -200,7 +221,7 @@ def matmul(
     """
     bias = bias if bias is None else bias.contiguous()
     tensors = (x.contiguous(), codes.contiguous(), scales.contiguous(), bias)
-    return _frozen_matmul(*tensors, columns, format.bits, format.block)
+    return _frozen_matmul(*tensors, columns, format.bits, format.block_of(columns))
 
 
 _FAST_INPUTS = {"avx512": 8, "avx2": 2, "baseline": 1, "cuda": MAX_INPUTS}

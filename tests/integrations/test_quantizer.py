@@ -52,7 +52,7 @@ def test_loading_equals_packing_and_round_trips(tmp_path, tied, packs):
     more = 0 if packs else (2 - tied) * 2 * VOCAB * 64  # the embeddings in 16 bits
     assert sizes[1] < 0.32 * sizes[0] + more  # of which most are scales of rows shorter than a block, and headers
     saved = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
-    settings = {"bits": 4, "block": 128, "pack_embeddings": packs, "quant_method": "zeropp", "skip": [], "version": 2}
+    settings = {"bits": 4, "block": 128, "pack_embeddings": packs, "quant_method": "zeropp", "skip": [], "version": 3}
     assert saved == settings
 
 
@@ -121,13 +121,13 @@ def test_the_16_bit_model_is_never_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("version", "words"), [(None, "an earlier version of hf_zeropp"), (3, "version 3 of hf_zeropp's format")]
+    ("version", "words"), [(None, "an earlier version of hf_zeropp"), (2, "version 2 of hf_zeropp's format")]
 )
 def test_a_packed_checkpoint_of_another_version_is_refused(packed, version, words):
-    """By all that reads one. Earlier versions had other codes in 4 bits, and wrote no version into config.json."""
+    """By all that reads one. The first had other codes in 4 bits and wrote no version into config.json."""
     config = json.loads((packed / "config.json").read_text())
     settings = config["quantization_config"]
-    assert settings.pop("version") == 2
+    assert settings.pop("version") == 3
     settings |= {} if version is None else {"version": version}
     (packed / "config.json").write_text(json.dumps(config))
     for read in (AutoModelForCausalLM.from_pretrained, pretrained_shape):
@@ -166,7 +166,7 @@ class Bomb:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("good")
-    tiny_llama(num_hidden_layers=1).save_pretrained(folder / "dense")
+    tiny_llama(num_hidden_layers=1, intermediate_size=256).save_pretrained(folder / "dense")
     config = ZeroPPQuantConfig(bits=4, pack_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=config)
     model.save_pretrained(folder / "packed")

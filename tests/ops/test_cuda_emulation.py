@@ -144,6 +144,7 @@ def run(emulated: ops.CompiledKernels, name: str, *arguments: Any, offset: int =
 )
 def test_frozen_pack_and_unpack(emulated, bits, rows, columns, block):
     format = FrozenFormat(bits, block)
+    block = format.block_of(columns)  # which operators take, and formats choose
     for seed in range(20):
         weight = frozen_weight(rows, columns, seed)
         for dtype in FLOAT_DTYPES:
@@ -181,7 +182,7 @@ def frozen_weight(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def emulated_matmul(emulated, x, codes, scales, format, bias=None):
-    arguments = (x, codes, scales, bias, x.shape[1], format.bits, format.block)
+    arguments = (x, codes, scales, bias, x.shape[1], format.bits, format.block_of(x.shape[1]))
     (product,) = run(emulated, "frozen_matmul", *arguments)
     return product.tensor.view(len(x), -1)
 

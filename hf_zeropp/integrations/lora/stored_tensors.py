@@ -21,8 +21,9 @@ from hf_zeropp.ops.frozen_format import FrozenFormat
 
 METHOD = "zeropp"
 """The name of the quantization in a checkpoint's config."""
-VERSION = 2
-"""The version of the format, which a checkpoint's config says. The first one had other codes in 4 bits and said none."""
+VERSION = 3
+"""The version of the format, which a checkpoint's config says. The first one had other codes in 4 bits and said none. In the
+second the blocks of all rows were equally wide."""
 _UINT8 = "U8"
 
 
