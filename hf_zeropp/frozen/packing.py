@@ -31,7 +31,7 @@ def quantize_frozen(
         model: its frozen parameters (``requires_grad=False``) are packed, trainable ones stay. Call it after
             ``get_peft_model``, or on a frozen model (``model.requires_grad_(False)``) before.
         bits: 8 or 4.
-        block: weights of a row that share 16 bits of scales: one scale in 8 bits, two in 4.
+        block: the fewest weights of a row that share 16 bits of scales: one scale in 8 bits, two in 4.
         skip: modules to leave as they are, with all inside: names, or parts of names ("lm_head", "layers.0.mlp").
         pack_embeddings: whether to pack embeddings and heads too (``heads.py``).
 

@@ -67,7 +67,7 @@ class PackedForm(NamedTuple):
     """How the codes and scales of one weight decode.
 
     Attributes:
-        format: bits per code, and columns that share a scale.
+        format: bits per code, and how wide blocks are.
         columns: columns of the dense weight. The codes do not tell: a row of 4-bit codes may end in half a byte.
         dtype: the dtype of the dense weight.
     """

@@ -5,11 +5,11 @@ A weight [..., columns] (a matrix, or 3-D for fused experts) becomes, row by row
     codes   uint8 [..., ceil(columns * bits / 8)]     INT8, or two INT4 codes in a byte, the low nibble first
     scales  uint8 [..., 2 * ceil(columns / block)]    16 bits for each block of consecutive columns
 
-A block is as wide as ``FrozenFormat`` says, 128 columns by default, unless what is left of a row behind whole blocks is so short
-that its scales cost too much. Then the row has fewer and wider blocks: one of 576 columns has three of 160 and one of 96. So a
-row of 128 columns or more takes at most 4.127 bits per weight or 8.127, scales included.
+Codes and scales are uint8 because ``model.to(dtype)`` and its like cast floats, and because gloo and NCCL move no int16.
 
-Both are uint8 because ``model.to(dtype)`` and its like cast floats, and because gloo and NCCL move no int16.
+A block has ``FrozenFormat.block`` columns, by default 128. Where the shorter last block of a row would put its scales over 16
+bits for 128 columns and a 64th more, the row has wider blocks: 576 columns are three of 160 and one of 96. So an even number of
+columns from 128 on takes at most 4.127 bits per weight, or 8.127.
 
 Rows stay rows: FSDP2 shards both tensors along dim 0, and the part that a rank holds is the packed form of its rows. A block
 never straddles rows.
@@ -27,6 +27,7 @@ The compiled kernels (ops/cpu/frozen_*.cpp) and the PyTorch code agree bit for b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -50,8 +51,8 @@ class FrozenFormat:
 
     Args:
         bits: bits of a code: 8 or 4.
-        block: columns that share 16 bits of scales, which are one scale in 8 bits and two in 4: a multiple of 32 from 32 to 4096.
-            Some rows have wider blocks: see ``block_of``.
+        block: the fewest columns that share 16 bits of scales, which are one scale in 8 bits and two in 4: a multiple of 32 from
+            32 to 4096. See ``block_of``.
 
     Raises:
         ValueError: any other value.
@@ -73,14 +74,14 @@ class FrozenFormat:
             )
 
     def block_of(self, columns: int) -> int:
-        """Return the columns of a block in a row of ``columns`` elements; the last block may have fewer.
+        """Return the columns of a block in a row of ``columns`` elements. The last block may have fewer.
 
-        The narrowest from ``block`` on with which the scales of a row take at most 16 bits for each ``block`` columns and a 64th
-        more: 4.127 bits per weight at 128, which is what NF4 takes with nested scales.
+        It is the narrowest multiple of 32, at least ``block``, with which the row's scales take at most 65/64 of 16 bits for each
+        ``block`` columns. A row too short for that has one block. If more than 4096 columns were needed, ``block`` stays.
         """
         most_blocks = max(columns * 65 // (64 * self.block), 1)
-        even = -(-columns // (most_blocks * BLOCK_MULTIPLE)) * BLOCK_MULTIPLE
-        return min(max(even, self.block), MAX_BLOCK)
+        width = -(-columns // (most_blocks * BLOCK_MULTIPLE)) * BLOCK_MULTIPLE
+        return self.block if width > MAX_BLOCK else max(width, self.block)
 
     def code_columns(self, columns: int) -> int:
         """Return the bytes of the codes of a row of ``columns`` elements."""
@@ -104,11 +105,18 @@ def _scale_columns(columns: int, block: int) -> int:
     return 2 * -(-columns // block)
 
 
-# The operators below take what ``block_of`` returned. The functions around them take a format.
+@functools.cache  # generation asks for the same few in every layer of every token
+def _check_format(bits: int, block: int) -> None:
+    """Raise ``ValueError`` for what a format does not allow: kernels would write past the end of their buffers."""
+    FrozenFormat(bits, block)
+
+
+# Operators take the width of the blocks (``block_of``), and the functions around them a format.
 
 
 @operator(frozen_reference.pack, counts=("rows", "columns"), codes="uint8_t*", scales="uint8_t*")
 def _frozen_pack(weight: Floats, bits: int, block: int) -> Result:
+    _check_format(bits, block)
     *leading, columns = weight.shape
     filled = (
         Filled((*leading, _code_columns(columns, bits)), torch.uint8),
@@ -147,6 +155,7 @@ def _check_rows(codes: Tensor, scales: Tensor, columns: int, bits: int, block: i
     Raises ``ValueError`` unless codes and scales have the shapes of a weight [..., columns]. With others, which a damaged
     checkpoint may hold, kernels would read past their end.
     """
+    _check_format(bits, block)
     leading = codes.shape[:-1]
     widths = _code_columns(columns, bits), _scale_columns(columns, block)
     for name, tensor, width in (("codes", codes, widths[0]), ("scales", scales, widths[1])):

@@ -1,6 +1,6 @@
 """Shared by the tests of frozen weights: a tiny Llama, adapters on it, and the unsharded model to compare with.
 
-No number of ranks divides a vocabulary of 97, and no block size a feed-forward of 140. So ranks hold different numbers of rows,
+No number of ranks divides a vocabulary of 97, and no block a feed-forward of 286. So ranks hold different numbers of rows,
 and the last block of a row is shorter than the others.
 """
 
@@ -26,7 +26,7 @@ UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
 
 def tiny_llama(**overrides) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    settings = LLAMA | {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 140, "num_key_value_heads": 2}
+    settings = LLAMA | {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 286, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
 
 

@@ -166,7 +166,7 @@ class Bomb:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("good")
-    tiny_llama(num_hidden_layers=1, intermediate_size=256).save_pretrained(folder / "dense")
+    tiny_llama(num_hidden_layers=1).save_pretrained(folder / "dense")
     config = ZeroPPQuantConfig(bits=4, pack_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=config)
     model.save_pretrained(folder / "packed")

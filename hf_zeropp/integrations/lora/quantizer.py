@@ -57,7 +57,7 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
 
     Args:
         bits: 8 or 4.
-        block: weights of a row that share 16 bits of scales: one scale in 8 bits, two in 4.
+        block: the fewest weights of a row that share 16 bits of scales: one scale in 8 bits, two in 4.
         skip: modules to leave in 16 bits, with all inside: names, or parts of names ("down_proj"), for instance because an
             adapter config trains them (``modules_to_save``). A weight tied to one of theirs stays too.
         pack_embeddings: whether to pack embeddings and heads too (``heads.py``). By default they stay, as with

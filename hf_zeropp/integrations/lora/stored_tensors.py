@@ -22,8 +22,8 @@ from hf_zeropp.ops.frozen_format import FrozenFormat
 METHOD = "zeropp"
 """The name of the quantization in a checkpoint's config."""
 VERSION = 3
-"""The version of the format, which a checkpoint's config says. The first one had other codes in 4 bits and said none. In the
-second the blocks of all rows were equally wide."""
+"""The version of the format, which a checkpoint's config says. The first one had other codes in 4 bits and said none. The second
+had blocks of ``block`` columns in every row."""
 _UINT8 = "U8"
 
 
@@ -64,7 +64,8 @@ def check_version(version: object, source: str) -> None:
         ValueError: another version packed it.
     """
     # A checkpoint in 8 bits without a version is refused too: its codes still mean the same, but its config may not say whether
-    # its embeddings are packed.
+    # its embeddings are packed. One of version 2 is refused also where all its rows are multiples of 128, which did not
+    # change: one rule is easier to know than two.
     if type(version) is not int or version != VERSION:
         stored = "an earlier version of hf_zeropp" if version is None else f"version {version!r} of hf_zeropp's format"
         raise ValueError(
@@ -123,5 +124,5 @@ def _check_pair(name: str, codes: StoredTensor, scales: StoredTensor, format: Fr
     if not fits:
         raise ValueError(
             f"{str(scales.file)!r}: {name} is {scales.dtype} {scales.shape} beside codes that are {codes.dtype} "
-            f"{codes.shape}. These are not a weight in {format.bits} bits and blocks of {format.block}."
+            f"{codes.shape}. These are not a weight in {format.bits} bits with block={format.block}."
         )
