@@ -101,7 +101,7 @@ latency: for so many messages a step waits, one behind the other."""
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
     others = ", ".join(name for name in VARIANTS if name not in DEFAULT_VARIANTS)
-    parser = make_parser(__doc__, "rivals.json")
+    parser = make_parser(__doc__, "cluster.json")
     add_cluster_flags(parser, RATES, batch_size=1)
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=VARIANTS, help=f"also: {others}")

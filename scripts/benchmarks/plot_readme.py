@@ -30,7 +30,7 @@ SECONDS = (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100)
 def main() -> None:
     """Draw one panel for each number of micro-steps, on one scale of seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--study", type=Path, default=RESULTS / "rivals.json", help="JSON of bench_cluster.py")
+    parser.add_argument("--study", type=Path, default=RESULTS / "cluster.json", help="JSON of bench_cluster.py")
     parser.add_argument("--output", type=Path, default=RESULTS / "readme.png")
     args = parser.parse_args()
     study = Study.from_file(args.study, command_line(__file__))

@@ -1,8 +1,8 @@
 """Predict the step times and tokens that this package's studies measured on the emulated cluster.
 
-Fitted are the seconds of computation, to a table's row ``compute``, and two rates, to its rows ``stock``: what a rank's processor
-handles of gloo's bytes, where the link is unlimited, and what each link reaches. LoRA has no row ``compute``: the row
-``lora-stock`` at unlimited rate gives it. The rate of the kernels is that of ``ops_cpu.md``. Nothing is fitted to any other row.
+Fitted are the seconds of computation, to a table's rows without communication, and three rates: what a rank's processor handles
+of gloo's bytes, to the rows ``stock`` where the link is unlimited; what each link reaches, to its rows ``stock``; and what the
+kernels handle, to the rows ``balanced`` where the link is unlimited. Nothing is fitted to any other row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,10 +32,29 @@ from library.network import UNLIMITED, bits_per_second
 from library.variants import VARIANTS, Variant
 
 KERNEL_RATE = 21e9
-"""Bytes per second of one core, read and written, in INT8 and bf16: the middle of encode and decode in ``ops_cpu.md``."""
+"""Bytes per second of one core, read and written, in INT8 and bf16, at which a fit begins: the middle of encode and decode in
+``ops_cpu.md``. There results go into buffers that exist, and in a step into memory that is new."""
 
-FITTED = ("compute", "stock")
-"""Rows that the parameters are fitted to, in whole or in part. No error is counted for them."""
+COMPUTE, COMPUTE_KEPT = "compute", "compute, kept"
+"""The rows without communication: of a step whose units FSDP2 copies out in each pass, and of one that keeps them."""
+FITTED = (COMPUTE, COMPUTE_KEPT, "stock")
+"""Variants whose rows the parameters are fitted to, in whole or in part."""
+FITTED_UNLIMITED = "balanced"
+"""The same, where the link is unlimited."""
+
+
+class Rates(NamedTuple):
+    """The rates of the emulated cluster, in bytes per second.
+
+    Attributes:
+        wire: what a rank's processor handles of gloo's bytes.
+        link: of the link of a node.
+        kernels: what the kernels read and write on one core.
+    """
+
+    wire: float
+    link: float
+    kernels: float = KERNEL_RATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +79,8 @@ class Row:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the row was used to fit parameters."""
-        return self.variant in FITTED
+        """Whether the row was used to fit parameters. Then no error is counted for it."""
+        return self.variant in FITTED or (self.variant, self.rate) == (FITTED_UNLIMITED, UNLIMITED)
 
     @property
     def error(self) -> float:
@@ -81,6 +100,7 @@ class OwnStudy:
         measured: seconds by link, micro-steps per step and variant.
         rates: of links, in the order of the file.
         wire_rate: fitted bytes per second of a rank's processor.
+        kernel_rate: fitted bytes per second of the kernels on a core, read and written.
         link_rates: fitted bytes per second of a node's link, by its nominal rate.
     """
 
@@ -95,8 +115,12 @@ class OwnStudy:
         self.rates = list(dict.fromkeys(rate for rate, _, _ in self.measured))
         self._accumulations = list(dict.fromkeys(micro_steps for _, micro_steps, _ in self.measured))
         self.overhead = self._overhead() if overhead is None else overhead
-        self.wire_rate = self._fit_stock(UNLIMITED, lambda rate: (rate, math.inf), 1e9)
+        # No kernel of this package runs in a step of stock FSDP2.
+        self.wire_rate = self._fit("stock", UNLIMITED, 1e9, lambda rate: Rates(rate, math.inf))
         self.link_rates = {rate: self._fit_link(rate) for rate in self.rates}
+        self.kernel_rate = self._fit(
+            FITTED_UNLIMITED, UNLIMITED, KERNEL_RATE, lambda rate: Rates(self.wire_rate, math.inf, rate)
+        )
 
     @property
     def link_shares(self) -> dict[str, float]:
@@ -105,27 +129,28 @@ class OwnStudy:
         return {rate: self.link_rates[rate] * 8 / bits for rate, bits in nominal.items() if bits is not None}
 
     def rows(self) -> list[Row]:
-        """Return all cells with their predictions, but ``compute``, whose seconds are an input."""
+        """Return all cells with their predictions, but those without communication, whose seconds are an input."""
         return [
             Row(self.name, *cell, seconds, self.predict(VARIANTS[cell[2]], *cell[:2]))
             for cell, seconds in self.measured.items()
-            if cell[2] != "compute"
+            if cell[2] not in (COMPUTE, COMPUTE_KEPT)
         ]
 
     def predict(self, variant: Variant, rate: str, micro_steps: int) -> float:
         """Return the seconds of a step under a variant, measured or not."""
-        return self._predict(variant, rate, micro_steps, self.wire_rate, self.link_rates[rate])
+        rates = Rates(self.wire_rate, self.link_rates[rate], self.kernel_rate)
+        return self._predict(variant, rate, micro_steps, rates)
 
-    def _predict(self, variant: Variant, rate: str, micro_steps: int, wire_rate: float, link_rate: float) -> float:
+    def _predict(self, variant: Variant, rate: str, micro_steps: int, rates: Rates) -> float:
         nodes, per_node = self._conditions["nodes"], self._conditions["ranks_per_node"]
         model = _model(json.dumps(self._conditions["model"]))
         tokens = self._conditions["batch_size"] * self._conditions["seq_len"]
-        compute_s, overhead_s = self._compute(rate, micro_steps)
+        compute_s, overhead_s = self._compute(variant, rate, micro_steps)
         flops = (FORWARD_FLOPS + BACKWARD_FLOPS) * model.num_params * tokens / compute_s
         cores = self._conditions["cores"] / (nodes * per_node)
-        kernel_rate = KERNEL_RATE * min(1.0, cores)
-        device = Device("core", flops, flops, kernel_rate=kernel_rate, wire_rate=wire_rate)
-        cluster = Cluster(nodes * per_node, per_node, Link(link_rate), Link(math.inf), device, "gloo")
+        kernel_rate = rates.kernels * min(1.0, cores)
+        device = Device("core", flops, flops, kernel_rate=kernel_rate, wire_rate=rates.wire)
+        cluster = Cluster(nodes * per_node, per_node, Link(rates.link), Link(math.inf), device, "gloo")
         config = ZeroPPConfig.resolve(dict(variant.zeropp or {}))
         setup = Setup(cluster.world_size, per_node, micro_steps, config=config, fp32_reduce=variant.fp32_reduce)
         method = _method_of(variant) if variant.zeropp is None else None
@@ -133,9 +158,10 @@ class OwnStudy:
         copies = nodes if method is not None and method.replicates else 1
         return step_time(Job(model, setup, cluster, tokens), method).step_s + copies * overhead_s
 
-    def _compute(self, rate: str, micro_steps: int) -> tuple[float, float]:
-        """Return the seconds of one micro-step, and of the optimizer and the rest, from the row of the same table."""
-        whole = self.measured[rate, micro_steps, "compute"]
+    def _compute(self, variant: Variant, rate: str, micro_steps: int) -> tuple[float, float]:
+        """Return the seconds of one micro-step, and of the optimizer and the rest, from a row of the same table."""
+        row = COMPUTE_KEPT if variant.gathers_once else COMPUTE
+        whole = self.measured[rate, micro_steps, row]
         overhead = whole * self.overhead / (self.overhead + micro_steps * (1 - self.overhead))
         return (whole - overhead) / micro_steps, overhead
 
@@ -144,7 +170,7 @@ class OwnStudy:
     def _overhead(self) -> float:
         """Return the share of a step that does not grow with micro-steps, from the rows ``compute`` of all rates."""
         few, many = (
-            statistics.median(self.measured[rate, micro_steps, "compute"] for rate in self.rates)
+            statistics.median(self.measured[rate, micro_steps, COMPUTE] for rate in self.rates)
             for micro_steps in (1, 8)
         )
         return (few - (many - few) / 7) / few
@@ -153,17 +179,17 @@ class OwnStudy:
         nominal = bits_per_second(rate)
         if nominal is None:
             return math.inf
-        return self._fit_stock(rate, lambda link: (self.wire_rate, link), nominal / 8)
+        return self._fit("stock", rate, nominal / 8, lambda link: Rates(self.wire_rate, link))
 
-    def _fit_stock(self, rate: str, rates: Callable[[float], tuple[float, float]], start: float) -> float:
-        """Return the rate at which the rows ``stock`` of one link are met best. ``rates`` makes it those of wire and link."""
+    def _fit(self, variant: str, rate: str, start: float, rates: Callable[[float], Rates]) -> float:
+        """Return the value with which a variant's rows of one link are met best, from ``start`` on. ``rates`` takes the value."""
 
         def cost(values: Mapping[str, float]) -> float:
             return misfit(
                 [
                     (
-                        self._predict(VARIANTS["stock"], rate, micro_steps, *rates(values["rate"])),
-                        self.measured[rate, micro_steps, "stock"],
+                        self._predict(VARIANTS[variant], rate, micro_steps, rates(values["rate"])),
+                        self.measured[rate, micro_steps, variant],
                     )
                     for micro_steps in self._accumulations
                 ]

@@ -81,6 +81,11 @@ class Variant:
     silent: bool = False
     lora: bool = False
 
+    @property
+    def gathers_once(self) -> bool:
+        """Whether weights are gathered once a step and stay until its last micro-step."""
+        return self.keeps_weights or (self.zeropp or {}).get("qgz_accumulate") == "whole"
+
 
 VARIANTS = {
     variant.name: variant
