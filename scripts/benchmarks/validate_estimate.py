@@ -132,7 +132,7 @@ def preset_grid(study: OwnStudy) -> Grid:
 def fit_grid(studies: list[OwnStudy]) -> Grid:
     """Make the table of fitted parameters."""
     columns = ("study", "gloo, MB/s per rank", "kernels, GB/s per core", "share of each link's rate")
-    grid = Grid("fitted to the rows that say so", columns)
+    grid = Grid("fitted rates", columns)
     for study in studies:
         shares = ", ".join(f"{rate} {share:.2f}" for rate, share in study.link_shares.items())
         grid.rows.append([study.name, f"{study.wire_rate / 1e6:.0f}", f"{study.kernel_rate / 1e9:.1f}", shares])

@@ -19,10 +19,8 @@ from library.paper_rows import PAPER_ROWS, fit_model, predict_rows  # noqa: E402
 
 pytestmark = pytest.mark.one_rank
 
-KNOWN_OVER: set[tuple[str, str, int, str]] = set()
-"""Rows off by more than a quarter, which the page names."""
-NOISE = 0.03
-"""How much longer the predicted choice may take. Two runs of one variant differ by more."""
+TIES = {("cluster", "unlimited", 1), ("cluster", "unlimited", 8), ("cluster", "10gbit", 1)}
+"""Tables whose two fastest variants differ by less than 3 %, where the steps of one variant differ by 10 to 20 %."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +33,7 @@ def test_own_rows_are_within_the_limits(rows: list[Row]) -> None:
     assert len(held) == 117 and not {row.variant for row in held} & {"compute", "compute, kept", "stock"}
     assert ("unlimited", "balanced") not in {(row.rate, row.variant) for row in held}
     assert statistics.median(abs(row.error) for row in held) <= page.MEDIAN_LIMIT
-    over = {(row.study, row.rate, row.micro_steps, row.variant) for row in held if abs(row.error) > page.LARGEST_LIMIT}
-    assert over <= KNOWN_OVER
+    assert not [row for row in held if abs(row.error) > page.LARGEST_LIMIT]
 
 
 def test_measured_seconds_are_those_of_the_studies(rows: list[Row]) -> None:
@@ -48,12 +45,13 @@ def test_measured_seconds_are_those_of_the_studies(rows: list[Row]) -> None:
         assert own == {cell: seconds for cell, seconds in measured.items() if not cell[2].startswith("compute")}
 
 
-def test_the_variant_that_is_predicted_as_the_fastest_is_at_every_link(rows: list[Row]) -> None:
+def test_the_fastest_variant_is_predicted_at_every_link(rows: list[Row]) -> None:
     claims = page.fastest_claims(rows)
     links = {rate for study, rate, *_ in claims if study == "cluster"}
     assert links == {"unlimited", "10gbit", "1gbit", "200mbit", "50mbit"}
     for study, rate, micro_steps, predicted, measured, cost in claims:
-        assert cost <= NOISE, (study, rate, micro_steps, predicted, measured)
+        is_tie = (study, rate, micro_steps) in TIES and cost < 0.03
+        assert predicted == measured or is_tie, (study, rate, micro_steps)
 
 
 def test_rows_of_18b_as_published() -> None:

@@ -169,7 +169,7 @@ def test_scales_take_at_most_16_bits_for_a_block_and_a_64th_more(block):
 def test_wider_blocks_of_odd_rows_cost_little_error():
     """On normal weights, beside NF4 with fp32 scales of 64 elements (0.0906). A row of 252 has one block of 256, the widest."""
     generator = torch.Generator().manual_seed(0)
-    for columns, allowed in ((576, 0.0895), (960, 0.0895), (1600, 0.0895), (192, 0.0910), (252, 0.0925)):
+    for columns, allowed in ((191, 0.0906), (192, 0.0906), (576, 0.0895), (960, 0.0895), (1600, 0.0895), (252, 0.0925)):
         assert relative_error(torch.randn(1024, columns, generator=generator), FrozenFormat(4)) < allowed, columns
 
 

@@ -1,4 +1,4 @@
-"""Predict the step times and tokens that this package's studies measured on the emulated cluster.
+"""Predict the step times that this package's studies measured on the emulated cluster.
 
 Fitted are the seconds of computation, to a table's rows without communication, and three rates: what a rank's processor handles
 of gloo's bytes, to the rows ``stock`` where the link is unlimited; what each link reaches, to its rows ``stock``; and what the
@@ -40,7 +40,7 @@ COMPUTE, COMPUTE_KEPT = "compute", "compute, kept"
 FITTED = (COMPUTE, COMPUTE_KEPT, "stock")
 """Variants whose rows the parameters are fitted to, in whole or in part."""
 FITTED_UNLIMITED = "balanced"
-"""The same, where the link is unlimited."""
+"""The variant to whose rows the rate of the kernels is fitted, where the link is unlimited."""
 
 
 class Rates(NamedTuple):
