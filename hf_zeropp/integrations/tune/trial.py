@@ -16,9 +16,19 @@ from hf_zeropp.step_record import read_records
 
 STOCK = "stock FSDP2"
 WHOLE = "balanced (qgz_accumulate: whole)"
+UNQUANTIZED = "unquantized (qgz_accumulate: whole)"
 TRIED: dict[str, dict[str, Any]] = {
     "balanced": {"preset": "balanced"},
     WHOLE: {"preset": "balanced", "qgz_accumulate": "whole"},
+    # It gathers as FSDP2 does where that keeps weights, its best way behind a fast network. So it tells what quantizing adds.
+    UNQUANTIZED: {
+        "qwz_mode": "values",
+        "qwz_bits": None,
+        "hpz_size": None,
+        "qgz_bits": None,
+        "qgz_intra_bits": None,
+        "qgz_accumulate": "whole",
+    },
     **{name: {"preset": name} for name in ("exact", "half_model", "min_traffic")},
 }
 """The candidates beside stock, by name, with the settings of each as a config file has them."""
@@ -30,7 +40,8 @@ MIN_STEPS = 2 * SKIPPED_STEPS
 _END_S = 30.0
 """Seconds that a job gets to end when the command is interrupted."""
 _SHOWN_LINES = 12
-"""The last lines of a job that failed, which are shown."""
+"""Of the output of a job that failed."""
+_TRACEBACK = "Traceback (most recent call last)"
 
 
 class TrialError(ValueError):
@@ -123,8 +134,7 @@ def start(job: Sequence[str], name: str, folder: Path, say: Callable[[str], None
                 process.wait()
         if process.returncode:
             output.seek(0)
-            last = "\n".join(f"    {line}" for line in output.read().rstrip().splitlines()[-_SHOWN_LINES:])
-            raise TrialError(f"the job failed with exit status {process.returncode}. It ended with:\n{last}")
+            raise TrialError(f"the job failed with exit status {process.returncode}. {_why(output.read())}")
     trial = Trial.of(read_records(records))
     if name == STOCK:
         return trial
@@ -140,10 +150,32 @@ def start(job: Sequence[str], name: str, folder: Path, say: Callable[[str], None
     return trial
 
 
+def _why(output: str) -> str:
+    """Return the end of the first traceback in a failed job's output, or of the output where there is none.
+
+    The last lines are a launcher's, which names the rank that failed and not the error.
+    """
+    lines = output.rstrip().splitlines()
+    begin = next((number for number, line in enumerate(lines) if _TRACEBACK in line), None)
+    if begin is None:
+        return _quote("It ended with", lines[-_SHOWN_LINES:])
+    # Launchers, and torch itself, put "[rank0]: " or the like in front of each line of a rank.
+    mark = lines[begin].partition(_TRACEBACK)[0]
+    # Frames are indented, and the error behind them is not. The traceback of another rank may come between.
+    texts = ((number, line.removeprefix(mark)) for number, line in enumerate(lines) if line.startswith(mark))
+    error = (number for number, text in texts if number > begin and not text.startswith((" ", _TRACEBACK)))
+    end = next(error, len(lines) - 1) + 1
+    return _quote("Its first traceback ends with", lines[max(begin, end - _SHOWN_LINES) : end])
+
+
+def _quote(introduction: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"{introduction}:", *(f"    {line}" for line in lines)])
+
+
 def _settings(name: str) -> dict[str, Any]:
     """Return the settings in which a candidate differs from the others, without its preset."""
     chosen = dict(TRIED[name])
-    preset = ZeroPPConfig.preset(chosen.pop("preset"))
+    preset = ZeroPPConfig.preset(chosen.pop("preset", "balanced"))
     return {field: getattr(preset, field) for field in DIFFERENT} | chosen
 
 
