@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import runpy
@@ -21,7 +22,10 @@ sys.path.insert(0, str(BENCHMARKS))
 from library import network, sandbox  # noqa: E402
 from library.rounds import Measurement, busiest_link_bytes, largest_counted_bytes, step_seconds  # noqa: E402
 from library.stages import Round, Stage, run_rounds  # noqa: E402
-from library.study import Study  # noqa: E402
+from library.study import Study, rank_environment  # noqa: E402
+from library.variants import ModelShape  # noqa: E402
+
+from hf_zeropp.step_record import read_records  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 
@@ -271,6 +275,24 @@ def test_cluster_benchmark(tmp_path: Path, untouched_network: None) -> None:
     assert study["conditions"]["kernels"] in first.stdout
     assert run(*quick).returncode == 0  # from file
     assert json.loads(output.read_text())["cells"] == study["cells"]
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_the_program_that_tune_tries_is_recorded(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun, as ``bench_tune.py`` starts it, on stock FSDP2 and under a preset."""
+    variables = rank_environment(threads=1) | {"ZEROPP_ENABLED": switch, "ZEROPP_RECORD": str(tmp_path)}
+    paths = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    variables |= {"ZEROPP_PRESET": "exact", "ZEROPP_RANKS_PER_NODE": "1", "PYTHONPATH": paths}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    steps, micro_steps, learning_rate, sequence_length = 2, 2, 1e-4, 8
+    numbers = steps, micro_steps, learning_rate, sequence_length, *dataclasses.astuple(ModelShape(64, 64, 2, 2, 64))
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    done = run(*launcher, BENCHMARKS / "library/tuned_program.py", *map(str, numbers))
+    assert done.returncode == 0, done.stderr
+    ranks = read_records(tmp_path)
+    assert [len(lines) for lines in ranks] == [steps] * 2
+    assert [bool(line["settings"]) for lines in ranks for line in lines] == [switch == "1"] * 4
 
 
 def test_intervals_over_seeds() -> None:

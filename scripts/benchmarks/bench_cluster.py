@@ -63,6 +63,8 @@ QUICK = {
 }
 FIXED = ("nodes", "ranks_per_node", "batch_size", "seq_len", "pretraining", "model")
 CHECKPOINT_RATE = 1e-3
+TELLING_S = 0.1
+"""The least latency that trips are counted with. A step's own seconds differ by more than a few trips of 10 ms."""
 TICKS = (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)
 FINE_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8)
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "secondary", "partial", "peak")
@@ -94,8 +96,8 @@ LATENCY = """
 
 With *+ 1 ms* whatever a node sends arrives at another node 1 ms later, so that a ping takes 2 ms (library/delay_line.py). Also
 the links with *+ 0 ms* go through the process that delays, which takes a part of the machine's processors: seconds on this page
-are to be compared with each other. *Trips* are the seconds that the latency adds to a step, over the
-latency: for so many messages a step waits, one behind the other."""
+are to be compared with each other. *Trips* are the seconds that a latency of
+100 ms adds to a step, over 100 ms: for so many messages a step waits, one behind the other."""
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -197,10 +199,10 @@ def trips_grid(study: Study, args: argparse.Namespace) -> Grid:
     rows = []
     for _, group in itertools.groupby(sorted(args.rates, key=speed), bits_per_second):
         links = list(group)
-        if len(links) == 1:
-            continue
         late, prompt = links[0], links[-1]
         added_s = 1e-3 * (NodeLink.parse(late).latency_ms - NodeLink.parse(prompt).latency_ms)
+        if added_s < TELLING_S:
+            continue
         for name in args.variants:
             row = {"variant": shown(name), "links": f"{rate_text(prompt)}, {rate_text(late)}"}
             for micro_steps in args.accumulation:

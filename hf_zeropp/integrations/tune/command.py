@@ -19,7 +19,7 @@ from hf_zeropp.integrations.tune.trial import SKIPPED_STEPS, STOCK, TRIED, Trial
 
 DESCRIPTION = (
     "Start your own command on stock FSDP2, under the presets balanced, exact, half_model and min_traffic, and with weights that "
-    "stay gathered (qgz_accumulate: whole), under balanced and unquantized, in turns, and say which is fastest, or that none is "
+    "stay whole (qgz_accumulate: whole), under balanced and unquantized, in turns, and say which is fastest, or that none is "
     "faster than stock. The command stays as it is, with its launcher. Say in the script's own words that it ends soon, without "
     "evaluation and checkpoints, and give it a seed. {folder} in the command stands for a temporary folder of the trial: "
     "hf-zeropp tune hf-zeropp launch --config_file FILE train.py --max_steps 12 --output_dir {folder}. The first "

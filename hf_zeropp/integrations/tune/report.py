@@ -143,11 +143,9 @@ def block(search: Search) -> str:
     """Return what to paste into the job's config file, or its shell. All other settings stay the user's."""
     if search.best is None:
         return f"export {ENV_ENABLED}=0"
-    settings = TRIED[search.best]
-    lines = [f"  {name}: {'null' if value is None else value}" for name, value in settings.items()]
-    if "preset" in settings:
-        lines[0] += f"  # in place of {' and '.join(DIFFERENT)}"
-    return "\n".join([f"{BLOCK}:", *lines])
+    settings = {name: "null" if value is None else value for name, value in TRIED[search.best].items()}
+    lines = [f"  {name}: {value}" for name, value in settings.items()]
+    return "\n".join([f"{BLOCK}:", f"{lines[0]}  # in place of {' and '.join(DIFFERENT)}", *lines[1:]])
 
 
 def _verdict(search: Search, name: str) -> str:

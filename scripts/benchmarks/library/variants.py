@@ -24,6 +24,8 @@ SHOWN = {
     "compute": "no communication",
     "compute, kept": "no communication, keeps weights",
     "balanced, kept": "balanced that keeps weights",
+    "exact, kept": "exact that keeps weights",
+    "unquantized, kept": "unquantized, keeps weights",
     "stock": "stock FSDP2",
     "stock-fp32": "stock FSDP2, fp32 reduction",
     "keep": "FSDP2 that keeps weights",
@@ -106,6 +108,8 @@ VARIANTS = {
         Variant("qgz", QGZ),
         *(Variant(name, settings) for name, settings in PRESETS.items()),
         Variant("balanced, kept", PRESETS["balanced"] | {"qgz_accumulate": "whole"}),
+        Variant("exact, kept", PRESETS["exact"] | {"qgz_accumulate": "whole"}),
+        Variant("unquantized, kept", OFF | {"qgz_accumulate": "whole"}),
         Variant("balanced, 2 replicas", PRESETS["balanced"], replicas=2),
         Variant("exact, 3-bit gradients", {"preset": "exact", "qgz_bits": 3}),
         # The default without one of its parts: see scripts/results/overlap.md.
