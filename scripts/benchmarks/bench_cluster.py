@@ -200,7 +200,8 @@ def trips_grid(study: Study, args: argparse.Namespace) -> Grid:
     for _, group in itertools.groupby(sorted(args.rates, key=speed), bits_per_second):
         links = list(group)
         late, prompt = links[0], links[-1]
-        added_s = 1e-3 * (NodeLink.parse(late).latency_ms - NodeLink.parse(prompt).latency_ms)
+        latencies_ms = [NodeLink.parse(link).latency_ms or 0.0 for link in (late, prompt)]
+        added_s = 1e-3 * (latencies_ms[0] - latencies_ms[1])
         if added_s < TELLING_S:
             continue
         for name in args.variants:
